@@ -154,7 +154,8 @@ class StreamConfig:
     hs_queue_depth: int = Field(default=90, ge=1)
     """Samples that the queue holds at most."""
     hs_queue_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of features that the queue holds at most; none: half of the memory that is free at the start."""
+    """Bytes of features that the queue holds at most; none: half of the memory that is free at the start (so set it where
+    a lockstep run must be repeated to the last bit on a machine that it fills)."""
     bucket_edges: tuple[int, ...] = Field(default=(256, 512, 1024, 2048), min_length=1)
     """Upper bounds, in tokens, of the length buckets; the last bucket is open."""
     group_tokens: int = Field(default=8192, ge=1)

@@ -188,6 +188,7 @@ class Drafter(nn.Module):
         x = block_inputs.flatten(1, 2)
         for layer, window in zip(self.layers, shape.windows, strict=True):
 
+            @torch.compiler.disable  # a compiled layer breaks here: chunks are no graph, flex attention is compiled by itself
             def attend(query, context_kv, block_kv, window=window):
                 return attention(query, context_kv, block_kv, window)
 

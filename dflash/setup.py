@@ -1,0 +1,371 @@
+"""From a configuration to everything that a run needs, each part proven or refused before the first step."""
+
+import dataclasses
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash import checkpoint as checkpoints
+from dflash import run_dir as runs
+from dflash.batches import make_batch
+from dflash.checkpoint import Checkpoint
+from dflash.config import Config
+from dflash.data import Prepared, prepare
+from dflash.drafter import Drafter, Shape, check_tensors, initialise, parameter_count, read_exported, resolve_shape
+from dflash.hs_queue import Sample, check_limits, production_order
+from dflash.job import Job, autocast, embed, samples_of
+from dflash.objective import Head, head_loss, sample_anchors
+from dflash.proofs import prove_drafter
+from dflash.target import Target, load_target, resolve_mask_token, usable_device
+
+CALIBRATION_SAMPLES = 16  # whose features the scaled initialisation is fitted to
+FIT_SLOTS, FIT_STEPS, FIT_LR = 256, 15, 0.1  # of the final norm: 4 CPU seconds on SmolLM2, and more gained nothing
+CHECKPOINT_BYTES = 12  # a parameter: float32 weight and two moments
+
+log = logging.getLogger("dflash")
+
+
+def set_up(config: Config, run_dir: Path) -> Job:
+    """Loads and proves target, data and drafter. Raises ValueError, one line, for what the user can mend."""
+    runs.write_status(run_dir, state="starting", step=0)
+    # what costs nothing to find out comes before the minutes that a large target takes to load
+    start = _starting_point(config, run_dir)
+    device = _drafter_device(config.drafter.device)
+    for knob, path in (("data.path", config.data.path), ("data.heldout_path", config.data.heldout_path)):
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"{knob}={path}: no such file; give a JSONL file of conversations")
+
+    log.info("loading target %s", config.target.name)
+    targets = [_load(config, device) for device in config.target.devices]
+    target, identity = targets[0], targets[0].identity()
+    for each in targets:
+        each.prove()
+    mask_token_id = resolve_mask_token(target, config.drafter.mask_token_id)
+    shape = resolve_shape(
+        config.drafter,
+        target_config=target.model.config.get_text_config(),
+        width=target.width,
+        vocabulary=target.vocabulary,
+        target_layers=target.num_layers,
+        target_layer_ids=target.layer_ids,
+        mask_token_id=mask_token_id,
+    )
+
+    log.info("preparing data %s", config.data.path)
+    data = _prepare(config, target, config.data.path)
+    heldout = None if config.data.heldout_path is None else _prepare_heldout(config, target, config.data.heldout_path)
+    if mask_token_id in data.seen:
+        raise ValueError(
+            f"drafter.mask_token_id={mask_token_id} occurs in the replies of {config.data.path}; "
+            "set it to a token that no conversation uses"
+        )
+    if start is not None:
+        _check_agreement(start, shape, identity, data)
+    queue_bytes = _check_queue(config, target, data)
+    _check_disk(config, shape, data, run_dir)
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    embedding, head = _frozen(target, device)
+    seen = torch.from_numpy(data.seen).to(device)
+    drafter = Drafter(shape, activation_checkpointing=config.drafter.activation_checkpointing).to(device)
+    optimizer = _optimizer(drafter, config)
+    job = Job(
+        config=config,
+        targets=targets,
+        target_identity=identity,
+        data=data,
+        heldout=heldout,
+        shape=shape,
+        device=device,
+        dtype=dtype,
+        embedding=embedding,
+        head=head,
+        loss_head=head.restricted(seen) if config.objective.vocabulary == "seen" else head,
+        queue_bytes=queue_bytes,
+        total_steps=0,
+        started_from=0,
+        drafter=drafter,
+        optimizer=optimizer,
+        step=0,
+        epoch=0,
+        trained=np.zeros(len(data), dtype=bool),
+    )
+    calibration = _calibration_samples(job)
+    for sample in calibration:
+        if not sample.features.isfinite().all():
+            raise ValueError(
+                f"{config.data.path}: the target's features of {sample.id} are not finite; "
+                "leave it out, or use another target.dtype"
+            )
+    features = torch.cat([sample.features for sample in calibration]).float()
+    if start is not None:
+        _go_on(job, start)
+    elif config.drafter.init_from is not None:
+        drafter.load_state_dict(read_exported(config.drafter.init_from, shape))
+    elif config.drafter.init == "scaled":
+        initialise(drafter, seed=config.run.seed, features=features)
+        _fit_final_norm(job, calibration)
+    else:
+        initialise(drafter, seed=config.run.seed, features=None)
+    job.total_steps = _total_steps(job)
+    if job.step >= job.total_steps:
+        raise ValueError(
+            f"the checkpoint is at step {job.step} and the run ends at step {job.total_steps}: nothing is left to train; "
+            "raise run.epochs or run.max_steps"
+        )
+
+    block = torch.full((1, shape.block_size), mask_token_id, device=device)
+    block[0, 0] = int(data.sample(0)[1][0])
+    prove_drafter(drafter, features.to(device), embed(job, block)[0].to(dtype), dtype)
+    if config.drafter.compile:
+        for layer in drafter.layers:
+            layer.compile(dynamic=True)
+    if not (run_dir / "provenance.json").exists():
+        runs.write_json(run_dir / "provenance.json", _provenance(job))
+    return job
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def _load(config: Config, device: str) -> Target:
+    section = config.target
+    return load_target(
+        section.name,
+        revision=section.revision,
+        dtype=section.dtype,
+        device=device,
+        device_map=section.device_map,
+        attention=section.attention,
+        layer_ids=section.layer_ids,
+        captured_layers=section.captured_layers,
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
+def _prepare(config: Config, target: Target, path: str) -> Prepared:
+    prepared = prepare(
+        path,
+        tokenizer=target.tokenizer,
+        max_tokens=config.data.max_tokens,
+        block_size=config.drafter.block_size,
+        template_kwargs=config.data.template_kwargs,
+        directory=Path(config.data.prepared_dir),
+    )
+    log.info("%s: %s", path, json.dumps(prepared.report))
+    return prepared
+
+
+def _prepare_heldout(config: Config, target: Target, path: str) -> Prepared:
+    try:
+        return _prepare(config, target, path)
+    except ValueError as error:  # `prepare` names the knob of the other file
+        raise ValueError(str(error).replace("data.path=", "data.heldout_path=")) from error
+
+
+def _drafter_device(device: str) -> torch.device:
+    if device == "auto":
+        # the last GPU: the targets' copies are counted from the first
+        return torch.device(f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu")
+    return usable_device(device, knob="drafter.device")
+
+
+def _frozen(target: Target, device: torch.device) -> tuple[torch.Tensor, Head]:
+    """Embedding and head where the drafter is; in float32 on a CPU, which has no fast bfloat16."""
+    dtype = target.dtype if device.type == "cuda" else torch.float32
+    embedding = target.embedding_weight.to(device, dtype)
+    tied = target.head_weight.data_ptr() == target.embedding_weight.data_ptr()
+    weight = embedding if tied else target.head_weight.to(device, dtype)
+    bias = None if target.head_bias is None else target.head_bias.to(device, dtype)
+    return embedding, Head(weight, bias, target.logit_scale, target.logit_softcap)
+
+
+def _optimizer(drafter: Drafter, config: Config) -> torch.optim.AdamW:
+    matrices = [p for p in drafter.parameters() if p.dim() > 1]
+    norms = [p for p in drafter.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    # fused: one kernel, and it can leave a non-finite step out on the device, without asking the host
+    return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas, fused=True)
+
+
+def _calibration_samples(job: Job) -> list[Sample]:
+    """The first epoch's first samples with their features on the CPU, for the scaled initialisation and the proofs."""
+    stream = job.config.stream
+    order = production_order(
+        job.data.lengths, edges=stream.bucket_edges, group_tokens=stream.group_tokens, seed=job.config.run.seed, epoch=0
+    )
+    indices = np.concatenate(order)[:CALIBRATION_SAMPLES]
+    return [
+        Sample(index, sample_id, 0, 0, tokens, loss_mask, job.targets[0].features([tokens])[0].cpu())
+        for index, (sample_id, tokens, loss_mask) in zip(indices.tolist(), samples_of(job.data, indices), strict=True)
+    ]
+
+
+def _fit_final_norm(job: Job, samples: list[Sample]) -> None:
+    """A final norm with which the untrained drafter says no more than how frequent tokens are.
+
+    At the start the residual stream still is the mask token's embedding. With ones as the norm and a tied embedding the head
+    reads the mask token from it with certainty: a loss of 73 on SmolLM2, 26 at a norm of 0.25, 11 for no knowledge at all, 8
+    after this fit. Nothing but the values of `norm.weight` differs, and steps learn from there at least as fast.
+    """
+    per_sample = max(1, FIT_SLOTS // (len(samples) * (job.shape.block_size - 1)))
+    seed = (job.config.run.seed, 0)
+    anchors = [sample_anchors(sample.loss_mask.numpy(), limit=per_sample, seed=seed) for sample in samples]
+    batch = make_batch(job, samples, anchors)
+    weight = job.drafter.norm.weight
+    with torch.no_grad(), autocast(job):
+        normed = job.drafter(
+            batch.features, embed(job, batch.blocks.ids), batch.blocks.anchors
+        )  # times a weight of ones
+        weight.fill_(0.05)  # 0.05 x sqrt(width): small logits, from which the fit is a few steps
+    optimizer = torch.optim.Adam([weight], lr=FIT_LR)
+    for _ in range(FIT_STEPS):
+        numerator, sums = head_loss(normed * weight, batch.blocks, job.head, job.config.objective)
+        (numerator / sums["weight"]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _total_steps(job: Job) -> int:
+    """The step at which all epochs are trained: whole steps, and one smaller one at the end of an epoch."""
+    per_step, run = job.config.optim.samples_per_step, job.config.run
+    left_in_epoch = math.ceil(int((~job.trained).sum()) / per_step)
+    later_epochs = run.epochs - job.epoch - 1
+    total = job.step + left_in_epoch + later_epochs * math.ceil(len(job.data) / per_step)
+    return total if run.max_steps is None else min(total, run.max_steps)
+
+
+# ---------------------------------------------------------------- going on from a checkpoint
+
+
+def _starting_point(config: Config, run_dir: Path) -> Checkpoint | None:
+    """This run's own newest checkpoint if it has made one before, else the one that the configuration names, else none."""
+    own = checkpoints.newest(run_dir)
+    if own is None and any((run_dir / "checkpoints").glob("step-*")):
+        raise ValueError(
+            f"{run_dir} has checkpoints and none of them is complete; start a new run, with --resume-from a complete one of another"
+        )
+    named = own or config.checkpoint.resume_from
+    if named is None:
+        return None
+    log.info("going on from %s", named)
+    return checkpoints.load(named)
+
+
+def _check_agreement(start: Checkpoint, shape: Shape, identity: dict[str, Any], data: Prepared) -> None:
+    """Refuses to go on with another drafter, target or data than the checkpoint's."""
+    ours = json.loads(json.dumps(dataclasses.asdict(shape)))
+    for key, theirs in start.state["shape"].items():
+        if ours[key] != theirs:
+            raise ValueError(
+                f"checkpoint.resume_from: the checkpoint has {key}={theirs}, this run {ours[key]}; make them agree"
+            )
+    theirs = start.state["target"]
+    if theirs["sha256"] != identity["sha256"]:
+        raise ValueError(
+            f"checkpoint.resume_from: the checkpoint was trained for {theirs['name']} in {theirs['dtype']} with other weights "
+            f"than {identity['name']} in {identity['dtype']}; name that target, or start from drafter.init_from"
+        )
+    if start.state["data"] != data.digest:
+        raise ValueError(
+            "checkpoint.resume_from: the checkpoint's epoch is over other data (or data settings) than data.path; "
+            "name the same, or start a new run from drafter.init_from"
+        )
+    check_tensors(start.drafter, shape, what="checkpoint.resume_from")
+
+
+def _go_on(job: Job, start: Checkpoint) -> None:
+    job.drafter.load_state_dict(start.drafter)
+    for name, parameter in job.drafter.named_parameters():
+        moments = {key: start.optimizer[f"{name}.{key}"].to(job.device) for key in ("exp_avg", "exp_avg_sq", "step")}
+        job.optimizer.state[parameter] = moments
+    job.step = job.started_from = start.state["step"]
+    job.epoch = start.state["epoch"]
+    job.trained[start.state["trained"]] = True
+
+
+def optimizer_tensors(job: Job) -> dict[str, torch.Tensor]:
+    """The optimizer's state by parameter name, as a checkpoint holds it."""
+    named, states = job.drafter.named_parameters(), job.optimizer.state
+    return {f"{name}.{key}": tensor for name, parameter in named for key, tensor in states[parameter].items()}
+
+
+def state_of(job: Job) -> dict[str, Any]:
+    """What a checkpoint must know beside tensors."""
+    return {
+        "step": job.step,
+        "epoch": job.epoch,
+        "seed": job.config.run.seed,
+        "trained": np.flatnonzero(job.trained).tolist(),
+        "shape": dataclasses.asdict(job.shape),
+        "target": job.target_identity,
+        "data": job.data.digest,
+    }
+
+
+def _provenance(job: Job) -> dict[str, Any]:
+    return {
+        "code": runs.code_version(),
+        "packages": runs.package_versions(),
+        "target": job.target_identity,
+        "data": {"path": job.config.data.path, "digest": job.data.digest, "report": job.data.report},
+        "heldout": None
+        if job.heldout is None
+        else {"path": job.config.data.heldout_path, "digest": job.heldout.digest},
+        "drafter": dataclasses.asdict(job.shape) | {"parameters": parameter_count(job.shape)},
+        "parent": job.config.checkpoint.resume_from,
+        "started_from": job.config.drafter.init_from,
+    }
+
+
+# ---------------------------------------------------------------- what the machine must hold
+
+
+def _check_queue(config: Config, target: Target, data: Prepared) -> int:
+    """The queue's limit in bytes, refused when samples cannot get through or the memory is not there."""
+    free = free_memory_bytes()
+    limit = config.stream.hs_queue_bytes or free // 2
+    if limit > free:
+        raise ValueError(
+            f"stream.hs_queue_bytes={limit} exceeds the {free} bytes of memory that are free; lower it (none: half of them)"
+        )
+    check_limits(
+        data.lengths,
+        bytes_per_token=len(target.layer_ids) * target.width * target.dtype.itemsize,
+        min_ready=config.stream.hs_min_ready,
+        depth=config.stream.hs_queue_depth,
+        max_bytes=limit,
+    )
+    return limit
+
+
+def free_memory_bytes() -> int:
+    """Memory that this process may still take: the machine's, or less where its control group says so."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no control group, or the older kind
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+def _check_disk(config: Config, shape: Shape, data: Prepared, run_dir: Path) -> None:
+    section = config.checkpoint
+    steps = config.run.epochs * math.ceil(len(data) / config.optim.samples_per_step)
+    steps = min(steps, config.run.max_steps or steps)
+    count = 1 + (steps // section.every_steps if section.every_steps else 0)
+    count = min(count, (section.keep or count) + 1)  # the new one is complete before the oldest goes
+    each, free = CHECKPOINT_BYTES * parameter_count(shape), shutil.disk_usage(run_dir).free
+    if count * each > free:
+        raise ValueError(
+            f"{run_dir}: {count} checkpoints x {each} bytes = {count * each} do not fit the {free} bytes free on its disk; "
+            "make room, set checkpoint.keep or raise checkpoint.every_steps"
+        )

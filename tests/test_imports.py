@@ -1,0 +1,61 @@
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "dflash"
+MODULES = sorted(SOURCE.rglob("*.py"))
+ORCHESTRATION = {"prefect", "mlflow", "pynvml", "flows", "tasks"}
+PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+
+
+def names_imported(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that is imported anywhere in a module, also inside a function or as a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names)
+            yield from [node.module] if node.module else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
+            yield ast.literal_eval(node.args[0])
+
+
+def names_called(tree: ast.AST) -> Iterator[str]:
+    return (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def parts(name: str) -> set[str]:
+    return set(name.split("."))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_the_trainer_imports_no_orchestrator_tracker_or_nvml(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert [name for name in names_imported(tree) if parts(name) & ORCHESTRATION] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_no_module_reads_or_writes_a_pickle(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert [
+        name for name in names_imported(tree) if parts(name) & PICKLES or name in ("torch.save", "torch.load")
+    ] == []
+    assert [name for name in names_called(tree) if name in ("torch.save", "torch.load")] == []
+    loads = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("np.load")
+    ]
+    assert [node for node in loads if any(keyword.arg == "allow_pickle" for keyword in node.keywords)] == []
+
+
+def test_the_scan_finds_what_it_looks_for():
+    tree = ast.parse("import torch\ndef f():\n  from mlflow import x\n  torch.save(1)\n  from .tasks import y\n")
+    assert {name for name in names_imported(tree) if parts(name) & ORCHESTRATION} == {
+        "mlflow",
+        "mlflow.x",
+        "tasks",
+        "tasks.y",
+    }
+    assert "torch.save" in names_called(tree)
+    assert len(MODULES) > 10
