@@ -6,6 +6,8 @@ export OMP_WAIT_POLICY ?= PASSIVE # spinning threads double the CPU time of smal
 .PHONY: demo test test-slow lint
 
 demo: .venv/.installed
+	@echo "A drafter for SmolLM2-135M-Instruct, trained for one epoch on 958 of its own answers and measured on 59 unseen ones"
+	@echo "before and after. It takes about 4 minutes on two current CPU cores; nothing is downloaded but the target."
 	$(RUN) demo/fetch_target.py demo/target
 	$(RUN) -m dflash.train --config deployments/smollm2-cpu.yaml
 

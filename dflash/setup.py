@@ -158,7 +158,11 @@ def _prepare(config: Config, target: Target, path: str) -> Prepared:
         template_kwargs=config.data.template_kwargs,
         directory=Path(config.data.prepared_dir),
     )
-    log.info("%s: %s", path, json.dumps(prepared.report))
+    report = prepared.report
+    dropped = ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items())
+    log.info("%s: %d samples, %d tokens, %d cut", path, len(prepared), report["tokens"], report["truncated"])
+    if dropped:
+        log.warning("dropped: %s; line by line in %s", dropped, prepared.directory / "dropped.jsonl")
     return prepared
 
 

@@ -387,9 +387,12 @@ def _run_dir_of(arguments: list[str] | None) -> Path:
 
 def _train_logged(run_dir: Path) -> int:
     """Trains with trainer.log open; a run that ends otherwise than well says so in status.json."""
-    handler = logging.FileHandler(run_dir / "trainer.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
+    file, terminal = logging.FileHandler(run_dir / "trainer.log"), logging.StreamHandler(sys.stderr)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    # what is going on, for whoever waits for a large target; a failure's traceback is for the file
+    terminal.addFilter(lambda record: record.levelno < logging.ERROR)
+    for handler in (file, terminal):
+        log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
         return train(run_dir, threading.Event())
@@ -402,8 +405,9 @@ def _train_logged(run_dir: Path) -> int:
             raise RuntimeError("SystemExit in the drafter's thread") from error
         raise
     finally:
-        log.removeHandler(handler)
-        handler.close()
+        for handler in (file, terminal):
+            log.removeHandler(handler)
+            handler.close()
 
 
 if __name__ == "__main__":
