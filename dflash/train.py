@@ -362,6 +362,7 @@ def _claimed_run_dir(arguments: list[str] | None) -> Iterator[Path]:
 def _run_dir_of(arguments: list[str] | None) -> Path:
     parser = _Parser(
         prog="python -m dflash.train",
+        usage="%(prog)s RUN_DIR | --config FILE [--SECTION.FIELD VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # or --run.epoch would be taken for --run.epochs
