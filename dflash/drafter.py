@@ -329,6 +329,12 @@ def read_exported(directory: str | Path, shape: Shape) -> dict[str, torch.Tensor
     for key, (theirs, ours) in written.items():
         if theirs != ours:
             raise ValueError(f"drafter.init_from={directory}: {key} is {theirs}, this run's is {ours}; make them agree")
+    causal = exported.get("is_causal", own.get("causal"))  # of all layers, where it is written at all
+    if causal is not None and any(causal != (window is not None) for window in shape.windows):
+        raise ValueError(
+            f"drafter.init_from={directory}: is_causal is {causal} for every layer, this run's full layers are bidirectional and "
+            "its sliding ones causal inside the block; start from a drafter that agrees"
+        )
     check_tensors(state, shape, what=f"drafter.init_from={directory}")
     return state
 

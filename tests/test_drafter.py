@@ -654,6 +654,26 @@ def test_an_exported_drafter_that_does_not_fit_is_refused_by_name(tmp_path, conf
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    "name, config, fits",
+    [
+        ("full", {"is_causal": False}, True),
+        ("full", {"is_causal": True}, False),
+        ("full", {"dflash_config": {"target_layer_ids": [1, 3, 5], "mask_token_id": 49, "causal": True}}, False),
+        ("mixed", {"is_causal": False}, False),
+        ("mixed", {}, True),
+    ],
+)
+def test_an_exported_drafter_of_another_causality_is_refused(tmp_path, name, config, fits):
+    shape = SHAPES[name]
+    export(tmp_path, shape, config=config)
+    if fits:
+        read_exported(tmp_path, shape)
+    else:
+        with pytest.raises(ValueError, match="for every layer"):
+            read_exported(tmp_path, shape)
+
+
 def test_a_sliding_drafter_refuses_another_window(tmp_path):
     shape = SHAPES["mixed"]
     export(tmp_path, shape, config={"sliding_window": 8})
