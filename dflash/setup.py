@@ -258,8 +258,9 @@ def _starting_point(config: Config, run_dir: Path) -> Checkpoint | None:
     named = own or config.checkpoint.resume_from
     if named is None:
         return None
-    log.info("going on from %s", named)
-    return checkpoints.load(named)
+    start = checkpoints.load(named)
+    log.info("going on from %s, step %d", named, start.state["step"])
+    return start
 
 
 def _check_agreement(start: Checkpoint, shape: Shape, identity: dict[str, Any], data: Prepared) -> None:
