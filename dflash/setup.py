@@ -114,7 +114,8 @@ def set_up(config: Config, run_dir: Path) -> Job:
     else:
         initialise(drafter, seed=config.run.seed, features=None)
     job.total_steps = _total_steps(job)
-    if job.step >= job.total_steps:
+    # a run that died after its own last checkpoint has only to say that it is finished
+    if job.step >= job.total_steps and checkpoints.newest(run_dir) is None:
         raise ValueError(
             f"the checkpoint is at step {job.step} and the run ends at step {job.total_steps}: nothing is left to train; "
             "raise run.epochs or run.max_steps"

@@ -666,3 +666,14 @@ def test_a_run_whose_checkpoints_are_all_torn_is_refused_and_keeps_its_rows(worl
     assert train.main([str(run_dir)]) == train.REFUSED
     assert "none of them is complete" in capfd.readouterr().err
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("engine", ["local", "lockstep"])
+def test_a_run_that_died_after_its_last_checkpoint_is_finished_by_a_restart(world, forks, tmp_path, engine):
+    run_dir = world.run(tmp_path, stream__engine=engine, run__epochs=1)
+    assert forks.train(run_dir).wait() == train.FINISHED
+    before = hashes(run_dir / "checkpoints"), rows_of(run_dir)
+    write_status(run_dir, state="running", step=0)
+    assert train.main([str(run_dir)]) == train.FINISHED
+    assert read_status(run_dir)["state"] == "finished"
+    assert (hashes(run_dir / "checkpoints"), rows_of(run_dir)) == before
