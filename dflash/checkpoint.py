@@ -130,24 +130,34 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(
-        self, step: int, drafter: torch.nn.Module, optimizer: dict[str, torch.Tensor], state: dict[str, Any]
+        self,
+        step: int,
+        drafter: torch.nn.Module,
+        optimizer: dict[str, torch.Tensor],
+        state: dict[str, Any],
+        *,
+        spare: int | None = None,
     ) -> None:
-        """Takes the state of `step`. Waits for the write before this one, so that two copies never exist."""
+        """Takes the state of `step`. Waits for the write before this one, so that two copies never exist.
+
+        `spare` is the step of a checkpoint that stays however old it is: the best one.
+        """
         self.wait()
         copy = Checkpoint(_on_host(drafter.state_dict()), _on_host(optimizer), state)
         self._writing = threading.Thread(
-            target=self._write, args=(directory_of(self._run_dir, step), copy), name="saver"
+            target=self._write, args=(directory_of(self._run_dir, step), copy, spare), name="saver"
         )
         self._writing.start()
 
-    def _write(self, directory: Path, copy: Checkpoint) -> None:
+    def _write(self, directory: Path, copy: Checkpoint, spare: int | None) -> None:
         try:
             write(directory, copy)
             if self._keep is not None:
                 # one of a later step was damaged when this run began, or it would have gone on from there: it does not count
                 ours = [path for path in list_checkpoints(self._run_dir) if step_of(path) <= step_of(directory)]
                 for old in ours[: -self._keep]:
-                    shutil.rmtree(old)
+                    if step_of(old) != spare:
+                        shutil.rmtree(old)
         except BaseException as error:  # raised again by whoever waits
             self._error = error
 

@@ -8,6 +8,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +59,45 @@ class DataConfig:
     """Extra arguments of the chat template, as in deployment, e.g. {enable_thinking: false}."""
     prepared_dir: str = "prepared"
     """Where tokenised data is kept, under a directory named after its content; runs share it."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SECTION)
+class RegenerateConfig:
+    """The target's own answers to prompts. Its chat template gets data.template_kwargs (thinking mode), as in training."""
+
+    prompts: str | None = None
+    """JSONL file of conversations (their replies are made anew) or a text file with one prompt a line."""
+    out: str = "answers"
+    """Where answers are kept, under a directory named after everything that they depend on."""
+    system_prompt: str | None = None
+    """System message of the conversations that bring none."""
+    temperature: float = Field(default=0.7, ge=0)
+    """Sampling temperature, as in deployment; 0: the most likely token."""
+    top_p: float = Field(default=0.8, gt=0, le=1)
+    """Share of the probability that the candidates must reach, the most likely first; 1: all tokens."""
+    top_k: int = Field(default=20, ge=0)
+    """Most likely tokens that are candidates; 0: all."""
+    max_new_tokens: int = Field(default=2048, ge=1)
+    """Tokens of one reply, its end-of-turn token included."""
+    cut_replies: Literal["keep", "drop"] = "keep"
+    """What becomes of a conversation with a reply that reached max_new_tokens: the drafter then learns an end of turn that the
+    target did not say. Either way they are counted."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the sampling; every prompt has its own numbers, whatever it is batched with."""
+    batch_rows: int = Field(default=48, ge=1)
+    """Conversations decoded together by the local target; bounds memory (keys and values of so many whole conversations)."""
+    endpoint: str | None = None
+    """Base URL of an OpenAI-compatible server that runs the target, e.g. http://localhost:8000/v1; none: the target runs here."""
+    endpoint_model: str | None = None
+    """The model's name on that server; none: the only one that it lists."""
+    endpoint_key: str = "OPENAI_API_KEY"
+    """Environment variable that holds the server's key, where it needs one."""
+    requests_in_flight: int = Field(default=64, ge=1)
+    """Requests that the server has at a time."""
+    request_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for one answer before it is asked for again."""
+    outage_seconds: float = Field(default=300.0, gt=0)
+    """How long the server may answer nothing at all before the command gives up; what is done stays."""
 
 
 @dataclass(frozen=True, kw_only=True, config=SECTION)
@@ -169,9 +209,31 @@ class CheckpointConfig:
     every_steps: int = Field(default=1000, ge=0)
     """Steps between two checkpoints; 0: only at the end and at a graceful stop."""
     keep: int | None = Field(default=None, ge=1)
-    """Newest checkpoints of this run that are kept; none: all. Nothing else ever deletes one."""
+    """Newest checkpoints of this run that are kept, beside the one marked best; none: all. Nothing else ever deletes one."""
     resume_from: str | None = None
     """Checkpoint directory that a new run goes on from. Never guessed."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SECTION)
+class EvaluateConfig:
+    """Real speculative decoding of prompts that were never trained on."""
+
+    prompts: tuple[str, ...] | None = None
+    """Prompt files, one set each, as for regenerate.prompts; none: the ones that ship with dflash (chat, code, mathematics)."""
+    prompts_per_set: int | None = Field(default=None, ge=1)
+    """The first so many of each set; none: all."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Tokens of one reply, its end-of-turn token included."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0: the most likely token, whose output must equal plain decoding."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Share of the probability that the candidates must reach, the most likely first; 1: all tokens."""
+    top_k: int = Field(default=0, ge=0)
+    """Most likely tokens that are candidates; 0: all."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of sampling and bootstrap."""
+    during_training: int = Field(default=0, ge=0)
+    """Prompts of each set that the trainer decodes at every checkpoint, to mark the best; 0: none. The drafter pauses meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, config=SECTION)
@@ -186,8 +248,8 @@ class RunConfig:
     """Seed of initialisation, order and anchors."""
     epochs: int = Field(default=6, ge=1)
     """Passes over the data (paper: 6)."""
-    max_steps: int | None = Field(default=None, ge=1)
-    """Stop after so many optimizer steps if the epochs have not ended by then; none: all epochs."""
+    max_steps: int | None = Field(default=None, ge=0)
+    """Stop after so many optimizer steps if the epochs have not ended by then; none: all epochs; 0: save the untrained drafter."""
     heldout_every_steps: int = Field(default=0, ge=0)
     """Steps between two measurements on the held-out data; 0: only at the start and at the end."""
 
@@ -195,11 +257,13 @@ class RunConfig:
 SECTIONS: dict[str, type] = {
     "target": TargetConfig,
     "data": DataConfig,
+    "regenerate": RegenerateConfig,
     "drafter": DrafterConfig,
     "objective": ObjectiveConfig,
     "optim": OptimConfig,
     "stream": StreamConfig,
     "checkpoint": CheckpointConfig,
+    "evaluate": EvaluateConfig,
     "run": RunConfig,
 }
 FLAT_FLAGS = {
@@ -215,23 +279,29 @@ class Config:
 
     target: TargetConfig
     data: DataConfig
+    regenerate: RegenerateConfig = RegenerateConfig()
     drafter: DrafterConfig = DrafterConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
     run: RunConfig = RunConfig()
 
 
-def parse(values: dict[str, Any]) -> Config:
-    """A checked configuration from plain nested values. Raises ValueError, one line with the value and the remedy."""
+def parse(values: dict[str, Any], *, trains: bool = True) -> Config:
+    """A checked configuration from plain nested values. Raises ValueError, one line with the value and the remedy.
+
+    A command that does not train (`trains` false) needs no data.path; it is "" where none is given.
+    """
     if not isinstance(values, dict):
         raise ValueError(
             f"a configuration is a mapping of sections ({', '.join(SECTIONS)}), not {type(values).__name__}"
         )
-    missing = [
-        f"{section}.{field}" for section, field in (("target", "name"), ("data", "path")) if not values.get(section)
-    ]
+    if not trains and isinstance(values.get("data", {}), dict):
+        values = values | {"data": {"path": ""} | values.get("data", {})}
+    required = (("target", "name"), ("data", "path")) if trains else (("target", "name"),)
+    missing = [f"{section}.{field}" for section, field in required if not values.get(section)]
     if missing:
         raise ValueError(f"{missing[0]} is not set; it identifies the run and has no default: --{missing[0]} VALUE")
     try:
@@ -337,8 +407,19 @@ def with_absolute_paths(config: Config) -> Config:
             heldout_path=absolute(config.data.heldout_path),
             prepared_dir=str(absolute(config.data.prepared_dir)),
         ),
+        regenerate=dataclasses.replace(
+            config.regenerate,
+            prompts=absolute(config.regenerate.prompts),
+            out=str(absolute(config.regenerate.out)),
+        ),
         drafter=dataclasses.replace(config.drafter, init_from=absolute(config.drafter.init_from)),
         checkpoint=dataclasses.replace(config.checkpoint, resume_from=absolute(config.checkpoint.resume_from)),
+        evaluate=dataclasses.replace(
+            config.evaluate,
+            prompts=None
+            if config.evaluate.prompts is None
+            else tuple(str(absolute(path)) for path in config.evaluate.prompts),
+        ),
         run=dataclasses.replace(config.run, root=str(absolute(config.run.root))),
     )
 
@@ -365,12 +446,15 @@ def read_file(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One `--SECTION.FIELD` for every knob, with its docstring as help, and the flat flags."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, flat: dict[str, str] = FLAT_FLAGS, sections: Iterable[str] = SECTIONS
+) -> None:
+    """One `--SECTION.FIELD` for every knob of `sections`, with its docstring as help, and `flat` flags: {flag: SECTION.FIELD}."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of sections; the flags below override it")
-    for flag, name in FLAT_FLAGS.items():
+    for flag, name in flat.items():
         parser.add_argument(flag, dest=name, metavar="VALUE", default=argparse.SUPPRESS, help=f"the same as --{name}")
-    for section, cls in SECTIONS.items():
+    for section in sections:
+        cls = SECTIONS[section]
         group = parser.add_argument_group(section, cls.__doc__)
         for name, field in cls.__pydantic_fields__.items():
             default = (
@@ -382,8 +466,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{section}.{name}", metavar="VALUE", default=argparse.SUPPRESS, help=help_text)
 
 
-def from_arguments(arguments: argparse.Namespace) -> Config:
-    """The file's values with the flags' over them. Raises ValueError."""
+def from_arguments(arguments: argparse.Namespace, *, trains: bool = True) -> Config:
+    """The file's values with the flags' over them, parsed. Raises ValueError."""
     values = read_file(arguments.config) if arguments.config else {}
     for key, text in vars(arguments).items():
         section, dot, name = key.partition(".")
@@ -392,7 +476,7 @@ def from_arguments(arguments: argparse.Namespace) -> Config:
             if not isinstance(section_values, dict):
                 raise ValueError(f"{section} in {arguments.config} is not a mapping of fields")
             section_values[name] = _value(text, typing.get_type_hints(SECTIONS[section])[name])
-    return parse(values)
+    return parse(values, trains=trains)
 
 
 def _value(text: str, hint: Any) -> Any:

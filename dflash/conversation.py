@@ -77,12 +77,18 @@ def turns_of(row: Any) -> list[Any] | None:
 
 def conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """(messages, tools) of a row, as a chat template takes them; raises Unusable."""
-    messages = [_message(message) for message in turns_of(row) or []]
-    if not messages:
-        raise Unusable(EMPTY)
+    messages = messages_of(row)
     if not any(message["role"] == "assistant" for message in messages):
         raise Unusable(NO_REPLY)
     return messages, row.get("tools") or None
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row, with the roles and the text content that chat templates know; raises Unusable."""
+    messages = [_message(message) for message in turns_of(row) or []]
+    if not messages:
+        raise Unusable(EMPTY)
+    return messages
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -287,10 +293,18 @@ class Template:
             if end >= limit or not (reply.whole_call or self.closes[tokens[end]]):
                 raise Unusable(NO_END_OF_TURN)
             loss_mask[start : end + 1] = True
-        bos = self.tokenizer.bos_token_id
-        if self.adds_bos and tokens[0] != bos:
-            tokens, loss_mask = np.insert(tokens, 0, bos), np.insert(loss_mask, 0, False)
+        if self._lacks_bos(tokens):
+            tokens = np.insert(tokens, 0, self.tokenizer.bos_token_id)
+            loss_mask = np.insert(loss_mask, 0, False)
         return tokens, loss_mask
+
+    def tokens(self, text: str) -> list[int]:
+        """The ids of a rendering, with exactly one BOS where the tokenizer has one."""
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return [self.tokenizer.bos_token_id, *ids] if self._lacks_bos(ids) else ids
+
+    def _lacks_bos(self, ids: Any) -> bool:
+        return self.adds_bos and ids[0] != self.tokenizer.bos_token_id
 
 
 def _agree(left: str, right: str) -> int:

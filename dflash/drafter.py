@@ -6,14 +6,10 @@ The drafter owns no embedding and no head: both are the target's, frozen.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -291,52 +287,6 @@ def resolve_shape(
         rope_theta=config.rope_theta,
         max_positions=target_config.max_position_embeddings,
     )
-
-
-def read_exported(directory: str | Path, shape: Shape) -> dict[str, torch.Tensor]:
-    """The weights of an exported drafter (config.json, model.safetensors) that fits `shape`, for a warm start.
-
-    The block size may differ: no weight depends on it. Raises ValueError, one line, for anything else that does not agree.
-    """
-    try:
-        exported = json.loads((Path(directory) / "config.json").read_text())
-        if not isinstance(exported, dict) or "dflash_config" not in exported:
-            raise ValueError("its config.json has no dflash_config")
-        state = load_file(Path(directory) / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"drafter.init_from={directory} is not an exported drafter ({cause}); "
-            "give a directory with its config.json and model.safetensors"
-        ) from None
-    own, rope = exported.get("dflash_config") or {}, exported.get("rope_parameters") or {}
-    written = {
-        "hidden_size": (exported.get("hidden_size"), shape.width),
-        "vocab_size": (exported.get("vocab_size"), shape.vocabulary),
-        "num_target_layers": (exported.get("num_target_layers"), shape.target_layers),
-        "num_hidden_layers": (exported.get("num_hidden_layers"), shape.layers),
-        "num_attention_heads": (exported.get("num_attention_heads"), shape.heads),
-        "num_key_value_heads": (exported.get("num_key_value_heads"), shape.kv_heads),
-        "head_dim": (exported.get("head_dim"), shape.head_dim),
-        "intermediate_size": (exported.get("intermediate_size"), shape.intermediate_size),
-        "rms_norm_eps": (exported.get("rms_norm_eps"), RMS_NORM_EPS),
-        "rope_theta": (rope.get("rope_theta", exported.get("rope_theta")), shape.rope_theta),
-        "layer_types": (exported.get("layer_types"), list(shape.layer_types)),
-        "sliding_window": (exported.get("sliding_window"), shape.sliding_window),
-        "dflash_config.target_layer_ids": (own.get("target_layer_ids"), list(shape.target_layer_ids)),
-        "dflash_config.mask_token_id": (own.get("mask_token_id"), shape.mask_token_id),
-    }
-    for key, (theirs, ours) in written.items():
-        if theirs != ours:
-            raise ValueError(f"drafter.init_from={directory}: {key} is {theirs}, this run's is {ours}; make them agree")
-    causal = exported.get("is_causal", own.get("causal"))  # of all layers, where it is written at all
-    if causal is not None and any(causal != (window is not None) for window in shape.windows):
-        raise ValueError(
-            f"drafter.init_from={directory}: is_causal is {causal} for every layer, this run's full layers are bidirectional and "
-            "its sliding ones causal inside the block; start from a drafter that agrees"
-        )
-    check_tensors(state, shape, what=f"drafter.init_from={directory}")
-    return state
 
 
 def check_tensors(state: dict[str, torch.Tensor], shape: Shape, *, what: str) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dflash.config import Config
 from dflash.data import Prepared
 from dflash.drafter import Drafter, Shape
+from dflash.evaluate import Prompts
 from dflash.objective import Head
 from dflash.target import Target
 
@@ -24,6 +25,7 @@ class Job:
     target_identity: dict[str, Any]
     data: Prepared
     heldout: Prepared | None
+    prompts: Prompts | None  # decoded at every checkpoint
     shape: Shape
     device: torch.device  # of the drafter
     dtype: torch.dtype  # of its computation: bfloat16 on a GPU, over float32 weights

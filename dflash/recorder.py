@@ -14,9 +14,11 @@ import torch
 from dflash import checkpoint as checkpoints
 from dflash import run_dir as runs
 from dflash.batches import micro_batches, on_device
+from dflash.drafter import Drafter
+from dflash.evaluate import decode_tau
 from dflash.hs_queue import HiddenStateQueue, Sample, production_order
 from dflash.job import Job, autocast, embed, samples_of
-from dflash.metrics import MetricsFile, finite_or_null
+from dflash.metrics import MetricsFile, finite_or_null, read_rows
 from dflash.objective import head_loss
 from dflash.progress import ProgressLine, print_summary
 
@@ -49,6 +51,7 @@ class Recorder:
         self._job, self._run_dir, self._queue, self._stopping = job, run_dir, queue, stopping
         self._pending: list[tuple[StepResult, dict[str, Any]]] = []
         self._heldout: dict[int, dict[str, Any]] = {}
+        self._best: dict[str, Any] | None = None
         self._skipped = self._skipped_in_row = 0
         self._row: dict[str, Any] = {}
         self._started = self._last_time = time.perf_counter()
@@ -62,7 +65,12 @@ class Recorder:
         self._heldout_file = files.enter_context(
             MetricsFile(self._run_dir / "heldout.jsonl", after_step=-1 if new else job.step)
         )
-        self._progress = files.enter_context(ProgressLine(job.total_steps, job.step))
+        self._evaluation_file = files.enter_context(
+            MetricsFile(self._run_dir / "evaluation.jsonl", after_step=job.step)
+        )
+        for row in read_rows(self._run_dir / "evaluation.jsonl")[0]:  # of this run before it was interrupted
+            self._mark_best(row)
+        self._progress = files.enter_context(ProgressLine("step", job.total_steps, job.step))
         self._files = files
         self._progress.say(f"{self._run_dir}: {len(job.data):,} samples, steps {job.step + 1} to {job.total_steps}")
         if job.device.type == "cpu" and not torch.cuda.is_available():
@@ -137,9 +145,17 @@ class Recorder:
         self._metrics.write(self._row)
         if not finite:
             self._not_finite(result, losses)
-        self._progress.show(self._row)
+        self._show(self._row)
         if time.monotonic() - self._status_time >= STATUS_SECONDS:
             self.status("running")
+
+    def _show(self, row: dict[str, Any]) -> None:
+        # wait shares: of the time since the last step, waiting for the other side
+        text = (
+            f"loss {row['loss']:.3f}  tau {row['tau']:.2f}  {row['tokens_per_second']:,.0f} tok/s  "
+            f"queue {row['hs_samples']}  waits: drafter {row['drafter_wait_share']:.0%} target {row['target_wait_share']:.0%}"
+        )
+        self._progress.show(row["step"], text, row["seconds_remaining"])
 
     def _not_finite(self, result: StepResult, losses: list[float]) -> None:
         bad = [s.id for s, loss in zip(result.samples, losses, strict=True) if not math.isfinite(loss)]
@@ -165,12 +181,61 @@ class Recorder:
         self._progress.say(f"held-out at step {job.step}: simulated tau {row['tau']:.3f}, loss {row['loss']:.3f}")
         self._last_time += time.perf_counter() - started  # not the step's time
 
+    def decode_prompts(self) -> None:
+        """Decodes prompts for real with the checkpoint just saved, into evaluation.jsonl, and marks the best one.
+
+        Target workers go on filling the queue meanwhile. At most once for a step, given up on a stop.
+        """
+        job, step = self._job, self._job.step
+        if job.prompts is None or self._evaluation_file.last_step >= step:
+            return
+        started = time.perf_counter()
+        with torch.device("meta"):
+            drafter = Drafter(job.shape)  # the same weights in layers that are not compiled for training
+        drafter.load_state_dict(job.drafter.state_dict(), assign=True)
+        result = decode_tau(
+            job.targets[0],
+            drafter,
+            job.prompts,
+            config=job.config.evaluate,
+            template_kwargs=job.config.data.template_kwargs,
+            stopping=self._stopping,
+        )
+        if result is None:
+            return
+        seconds = time.perf_counter() - started
+        row = {"step": step, "seconds": seconds, **{f"eval/{name}": value for name, value in result.items()}}
+        self._evaluation_file.write(row)
+        self._mark_best(row)
+        self.status("running")
+        tau, counted = result["tau"], f"{result['prompts']} prompts, {result['tokens']:,} tokens"
+        self._progress.say(f"decoded at step {step}: tau {tau:.3f} ({counted}, {seconds:.0f} s)")
+        self._last_time += seconds  # not the step's time
+
+    def _mark_best(self, row: dict[str, Any]) -> None:
+        """The first of equals stays best. No tau: every reply ended with its first token, and nothing was drafted."""
+        tau = row["eval/tau"]
+        if tau is not None and (self._best is None or tau > self._best["eval/tau"]):
+            name = checkpoints.directory_of(Path(), row["step"])
+            self._best = {"checkpoint": str(name), "step": row["step"], "eval/tau": tau}
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint that decoded best so far."""
+        return None if self._best is None else self._best["step"]
+
     def status(self, state: str, reason: str | None = None) -> None:
         """Replaces status.json."""
         self._status_time = time.monotonic()
         shown = {key: finite_or_null(self._row.get(key)) for key in ("loss", "tau", "epoch", "tokens_per_second")}
         runs.write_status(
-            self._run_dir, state=state, step=self._job.step, reason=reason, total_steps=self._job.total_steps, **shown
+            self._run_dir,
+            state=state,
+            step=self._job.step,
+            reason=reason,
+            total_steps=self._job.total_steps,
+            best=self._best,
+            **shown,
         )
 
     def tell(self, finished: bool) -> None:
@@ -191,6 +256,8 @@ class Recorder:
         if self._skipped:
             lines["skipped"] = f"{self._skipped} steps were not finite and left out"
         lines["checkpoint"] = str(newest) if newest.exists() else "none"
+        if self._best is not None:
+            lines["best"] = f"{self._best['checkpoint']}, tau {self._best['eval/tau']:.3f} by decoding"
         lines["metrics"] = f"{run_dir / 'metrics.jsonl'} (one row a step), heldout.jsonl, trainer.log"
         lines["next"] = (
             f"train on: python -m dflash.train --config ... --resume-from {newest}"

@@ -97,7 +97,11 @@ def _locked(path: Path, mode: str) -> Iterator[Any]:
 
 
 def write_status(run_dir: Path, *, state: str, step: int, reason: str | None = None, **more: Any) -> None:
-    """Replaces status.json. States: created, starting, running, finished, stopped, failed, refused."""
+    """Replaces status.json. States: created, starting, running, finished, stopped, failed, refused.
+
+    `best`, the checkpoint that decoded best, stays what it was unless it is given.
+    """
+    more.setdefault("best", read_status(run_dir).get("best"))
     status = {
         "state": state,
         "step": step,

@@ -16,8 +16,12 @@ from dflash import run_dir as runs
 from dflash.batches import make_batch
 from dflash.checkpoint import Checkpoint
 from dflash.config import Config
+from dflash.conversation import Template
 from dflash.data import Prepared, prepare
-from dflash.drafter import Drafter, Shape, check_tensors, initialise, parameter_count, read_exported, resolve_shape
+from dflash.decode import prove_rollback
+from dflash.drafter import Drafter, Shape, check_tensors, initialise, parameter_count, resolve_shape
+from dflash.evaluate import Prompts, check_prompts, read_prompts
+from dflash.formats import read_exported
 from dflash.hs_queue import Sample, check_limits, production_order
 from dflash.job import Job, autocast, embed, samples_of
 from dflash.objective import Head, head_loss, sample_anchors
@@ -81,6 +85,7 @@ def set_up(config: Config, run_dir: Path) -> Job:
         target_identity=identity,
         data=data,
         heldout=heldout,
+        prompts=None,
         shape=shape,
         device=device,
         dtype=dtype,
@@ -115,12 +120,15 @@ def set_up(config: Config, run_dir: Path) -> Job:
         initialise(drafter, seed=config.run.seed, features=None)
     job.total_steps = _total_steps(job)
     # a run that died after its own last checkpoint has only to say that it is finished
-    if job.step >= job.total_steps and checkpoints.newest(run_dir) is None:
+    nothing_left = job.step >= job.total_steps and config.run.max_steps != 0
+    if nothing_left and checkpoints.newest(run_dir) is None:
         raise ValueError(
             f"the checkpoint is at step {job.step} and the run ends at step {job.total_steps}: nothing is left to train; "
             "raise run.epochs or run.max_steps"
         )
 
+    if config.evaluate.during_training:
+        job.prompts = _prompts(job)
     block = torch.full((1, shape.block_size), mask_token_id, device=device)
     block[0, 0] = int(data.sample(0)[1][0])
     prove_drafter(drafter, features.to(device), embed(job, block)[0].to(dtype), dtype)
@@ -165,6 +173,16 @@ def _prepare(config: Config, target: Target, path: str) -> Prepared:
     if dropped:
         log.warning("dropped: %s; line by line in %s", dropped, prepared.directory / "dropped.jsonl")
     return prepared
+
+
+def _prompts(job: Job) -> Prompts:
+    """The prompts that are decoded at every checkpoint, once it is clear that they can be."""
+    section, target = job.config.evaluate, job.targets[0]
+    prompts = read_prompts(section, per_set=section.during_training)
+    template = Template(target.tokenizer, job.config.data.template_kwargs)
+    check_prompts(prompts, template, section, target, [job.drafter])
+    prove_rollback(target)
+    return prompts
 
 
 def _prepare_heldout(config: Config, target: Target, path: str) -> Prepared:
@@ -368,7 +386,8 @@ def _check_disk(config: Config, shape: Shape, data: Prepared, run_dir: Path) -> 
     steps = config.run.epochs * math.ceil(len(data) / config.optim.samples_per_step)
     steps = min(steps, config.run.max_steps or steps)
     count = 1 + (steps // section.every_steps if section.every_steps else 0)
-    count = min(count, (section.keep or count) + 1)  # the new one is complete before the oldest goes
+    # the new one is complete before the oldest goes, and the best one never goes
+    count = min(count, (section.keep or count) + 1 + bool(config.evaluate.during_training))
     each, free = CHECKPOINT_BYTES * parameter_count(shape), shutil.disk_usage(run_dir).free
     if count * each > free:
         raise ValueError(

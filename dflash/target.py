@@ -4,6 +4,7 @@ Letters: B samples of a group, S tokens of a sample, K captured layers, H target
 """
 
 import hashlib
+import json
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -267,6 +268,10 @@ class Target:
             "vocabulary": self.vocabulary,
             "dtype": str(self.dtype).removeprefix("torch."),
             "sha256": digest.hexdigest(),
+            "embedding_scale": self.embedding_scale,
+            "logit_scale": self.logit_scale,
+            "logit_softcap": self.logit_softcap,
+            "tokenizer": tokenizer_hashes(self.tokenizer),
         }
 
 
@@ -331,6 +336,22 @@ def load_target(
     )
     target._hook_layers()
     return target
+
+
+def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
+    """What decides which ids a conversation becomes: the tokens with their ids, and the chat template."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]))
+    texts = {"vocabulary_sha256": vocabulary, "chat_template_sha256": json.dumps(tokenizer.chat_template)}
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerFast:
+    """The target's tokenizer alone; refuses what `load_target` refuses of it."""
+    origin = {"revision": revision, "trust_remote_code": trust_remote_code}
+    _config(name, origin)
+    return _tokenizer(name, origin)
 
 
 def resolve_mask_token(target: Target, explicit: int | None) -> int:

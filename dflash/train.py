@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from dflash import checkpoint as checkpoints
 from dflash import config as configuration
 from dflash import run_dir as runs
 from dflash.batches import micro_batches, on_device
+from dflash.command import FAILED, FINISHED, REFUSED, STOP_SIGNALS, STOPPED, Parser, one_line, stop_at_once
 from dflash.config import OptimConfig
 from dflash.hs_queue import Closed, HiddenStateQueue, Sample, StreamFailed, bucket_counts, bucket_of, production_order
 from dflash.job import Job, autocast, embed, samples_of
@@ -36,8 +36,6 @@ from dflash.recorder import Recorder, StepResult
 from dflash.setup import optimizer_tensors, set_up, state_of
 from dflash.target import Target
 
-FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 JOIN_SECONDS = 5  # that a target worker has to end its forward once the run is over
 
 log = logging.getLogger("dflash")
@@ -79,6 +77,10 @@ def train(run_dir: Path, stopping: threading.Event) -> int:
         stream(job, queue) as draw_step,
     ):
         recorder.measure_heldout()
+        if checkpoints.directory_of(
+            run_dir, job.step
+        ).exists():  # this run's own, which may have died before it was decoded
+            recorder.decode_prompts()
         saved = job.step
         with contextlib.suppress(Closed):  # stop requested while waiting: the step under way is not taken
             while job.step < job.total_steps and not stopping.is_set():
@@ -87,15 +89,17 @@ def train(run_dir: Path, stopping: threading.Event) -> int:
                     recorder.measure_heldout()
                 if _due(job.step, config.checkpoint.every_steps):
                     recorder.flush()  # so that a step that was not finite is never saved
-                    saver.save(job.step, job.drafter, optimizer_tensors(job), state_of(job))
+                    saver.save(job.step, job.drafter, optimizer_tensors(job), state_of(job), spare=recorder.best_step)
                     saved = job.step
+                    recorder.decode_prompts()
                 saver.check()
         recorder.flush()
-        if job.step != saved:
-            saver.save(job.step, job.drafter, optimizer_tensors(job), state_of(job))
+        if job.step != saved or job.total_steps == 0:
+            saver.save(job.step, job.drafter, optimizer_tensors(job), state_of(job), spare=recorder.best_step)
         finished = job.step == job.total_steps
         if finished:
             recorder.measure_heldout()
+            recorder.decode_prompts()
         saver.wait()
         recorder.status("finished" if finished else "stopped", None if finished else "stop requested")
     recorder.tell(finished)
@@ -303,13 +307,6 @@ def lockstep_stream(job: Job, queue: HiddenStateQueue) -> Iterator[DrawStep]:
 # ---------------------------------------------------------------- the command
 
 
-def stop_at_once(*_) -> NoReturn:
-    """The handler of SIGTERM and SIGINT while nothing is trained yet; a second signal must not cut short what it starts."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # SIG_IGN would make Python complain of one that has just come
-    raise KeyboardInterrupt
-
-
 def stop_gracefully(stopping: threading.Event) -> None:
     """From now on SIGTERM and SIGINT set `stopping`, as often as they come and to the very end of the process."""
     for number in STOP_SIGNALS:
@@ -324,27 +321,15 @@ def main(arguments: list[str] | None = None) -> int:
         with _claimed_run_dir(arguments) as run_dir:
             return _train_logged(run_dir)
     except Refused as error:
-        print(f"dflash: {_one_line(error)}", file=sys.stderr)
+        print(f"dflash: {one_line(error)}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print("dflash: stopped before any training", file=sys.stderr)
         return STOPPED
     except Exception as error:
         cause = error.__cause__ if isinstance(error, StreamFailed) and error.__cause__ else error
-        print(f"dflash: failed: {type(cause).__name__}: {_one_line(cause)}", file=sys.stderr)
+        print(f"dflash: failed: {type(cause).__name__}: {one_line(cause)}", file=sys.stderr)
         return FAILED
-
-
-def _one_line(error: BaseException) -> str:
-    """Libraries write several lines, and the last of them is seldom the cause."""
-    return " ".join(str(error).split())
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuses in one line, without a screen of usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see {self.prog} --help")
 
 
 @contextlib.contextmanager
@@ -360,7 +345,7 @@ def _claimed_run_dir(arguments: list[str] | None) -> Iterator[Path]:
 
 
 def _run_dir_of(arguments: list[str] | None) -> Path:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m dflash.train",
         usage="%(prog)s RUN_DIR | --config FILE [--SECTION.FIELD VALUE ...]",
         description=__doc__,

@@ -1,14 +1,12 @@
 """The drafter against its own decoding, an independent forward written from the spec, and z-lab's checkpoint layout."""
 
 import dataclasses
-import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from dflash.config import DrafterConfig
 from dflash.drafter import (
@@ -18,7 +16,6 @@ from dflash.drafter import (
     check_tensors,
     initialise,
     parameter_count,
-    read_exported,
     resolve_shape,
     rope_tables,
     rotate,
@@ -548,175 +545,30 @@ def test_heads_that_cannot_be_are_refused(config, words):
     assert "\n" not in str(refusal.value)
 
 
-# -- warm start ------------------------------------------------------------------------------------------------------
-
-
-def exported_config(shape: Shape) -> dict:
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": shape.width,
-        "vocab_size": shape.vocabulary,
-        "num_target_layers": shape.target_layers,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "layer_types": list(shape.layer_types),
-        "sliding_window": shape.sliding_window,
-        "block_size": shape.block_size,
-        "dflash_config": {"target_layer_ids": list(shape.target_layer_ids), "mask_token_id": shape.mask_token_id},
-    }
-
-
-def export(
-    directory, shape: Shape, *, config: dict | None = None, tensors: dict | None = None
-) -> dict[str, torch.Tensor]:
-    """A drafter on disk, with keys of its config (None: left out) and tensors (None: left out) changed."""
-    written = exported_config(shape) | (config or {})
-    state = random_drafter(shape, dtype=torch.float32).state_dict() | (tensors or {})
-    state = {name: tensor.contiguous() for name, tensor in state.items() if tensor is not None}
-    (directory / "config.json").write_text(
-        json.dumps({key: value for key, value in written.items() if value is not None})
-    )
-    save_file(state, directory / "model.safetensors")
-    return state
-
-
-@every_shape
-def test_an_exported_drafter_is_read_to_the_bit(tmp_path, shape):
-    written = export(tmp_path, shape)
-    read = read_exported(tmp_path, shape)
-    assert read.keys() == written.keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
-    Drafter(shape).load_state_dict(read)
-
-
-def test_an_exported_drafter_of_another_block_size_starts_this_one(tmp_path):
-    written = export(tmp_path, TINY)
-    read = read_exported(tmp_path, dataclasses.replace(TINY, block_size=16))
-    assert torch.equal(read["fc.weight"], written["fc.weight"])
-
-
-def test_rope_theta_is_read_from_either_place(tmp_path):
-    export(tmp_path, TINY, config={"rope_parameters": None})
-    read_exported(tmp_path, TINY)
-    export(tmp_path, TINY, config={"rope_theta": None})
-    read_exported(tmp_path, TINY)
-
-
-NOT_A_NUMBER = torch.full((32,), float("nan"))
-OWN = {"target_layer_ids": [1, 3, 5], "mask_token_id": 49}
-REFUSALS = {
-    "missing tensor": ({}, {"layers.1.mlp.up_proj.weight": None}, ["layers.1.mlp.up_proj.weight", "missing"]),
-    "stray tensor": ({}, {"embed_tokens.weight": torch.zeros(50, 32)}, ["embed_tokens.weight"]),
-    "misshapen tensor": ({}, {"fc.weight": torch.zeros(32, 64)}, ["fc.weight", "[32, 64]", "[32, 96]"]),
-    "not a number": ({}, {"norm.weight": NOT_A_NUMBER}, ["norm.weight", "not finite"]),
-    "infinite": ({}, {"hidden_norm.weight": 1 / torch.zeros(32)}, ["hidden_norm.weight", "not finite"]),
-    "other mask token": ({"dflash_config": OWN | {"mask_token_id": 4}}, {}, ["mask_token_id", "4", "49"]),
-    "other layer ids": (
-        {"dflash_config": OWN | {"target_layer_ids": [1, 3, 6]}},
-        {},
-        ["target_layer_ids", "[1, 3, 6]"],
-    ),
-    "layer ids elsewhere": (
-        {"dflash_config": {"mask_token_id": 49}, "target_layer_ids": [1, 3, 5]},
-        {},
-        ["_ids is None"],
-    ),
-    "other rope theta": ({"rope_parameters": {"rope_theta": 1e6}}, {}, ["rope_theta", "1000000.0", "10000.0"]),
-    "other width": ({"hidden_size": 64}, {}, ["hidden_size", "64", "32"]),
-    "other vocabulary": ({"vocab_size": 51}, {}, ["vocab_size", "51", "50"]),
-    "other target": ({"num_target_layers": 9}, {}, ["num_target_layers", "9", "8"]),
-    "other depth": ({"num_hidden_layers": 2}, {}, ["num_hidden_layers", "2", "3"]),
-    "other heads": ({"num_attention_heads": 2}, {}, ["num_attention_heads"]),
-    "other key heads": ({"num_key_value_heads": 4}, {}, ["num_key_value_heads"]),
-    "other head width": ({"head_dim": 4}, {}, ["head_dim"]),
-    "other MLP": ({"intermediate_size": 49}, {}, ["intermediate_size"]),
-    "other epsilon": ({"rms_norm_eps": 1e-5}, {}, ["rms_norm_eps", "1e-05"]),
-    "other layer types": ({"layer_types": list(MIXED)}, {}, ["layer_types", "sliding_attention"]),
-    "other window": ({"sliding_window": 128}, {}, ["sliding_window", "128"]),
-}
-
-
-@pytest.mark.parametrize(("config", "tensors", "words"), REFUSALS.values(), ids=REFUSALS)
-def test_an_exported_drafter_that_does_not_fit_is_refused_by_name(tmp_path, config, tensors, words):
-    export(tmp_path, TINY, config=config, tensors=tensors)
-    with pytest.raises(ValueError, match=r"^drafter\.init_from=") as refusal:
-        read_exported(tmp_path, TINY)
-    message = str(refusal.value)
-    assert message.startswith(f"drafter.init_from={tmp_path}")
-    assert "\n" not in message
-    assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    "name, config, fits",
-    [
-        ("full", {"is_causal": False}, True),
-        ("full", {"is_causal": True}, False),
-        ("full", {"dflash_config": {"target_layer_ids": [1, 3, 5], "mask_token_id": 49, "causal": True}}, False),
-        ("mixed", {"is_causal": False}, False),
-        ("mixed", {}, True),
-    ],
-)
-def test_an_exported_drafter_of_another_causality_is_refused(tmp_path, name, config, fits):
-    shape = SHAPES[name]
-    export(tmp_path, shape, config=config)
-    if fits:
-        read_exported(tmp_path, shape)
-    else:
-        with pytest.raises(ValueError, match="for every layer"):
-            read_exported(tmp_path, shape)
-
-
-def test_a_sliding_drafter_refuses_another_window(tmp_path):
-    shape = SHAPES["mixed"]
-    export(tmp_path, shape, config={"sliding_window": 8})
-    with pytest.raises(ValueError, match="sliding_window is 8, this run's is 7"):
-        read_exported(tmp_path, shape)
-
-
-def spoil_directory(directory):
-    (directory / "config.json").unlink()
-
-
-def spoil_weights(directory):
-    (directory / "model.safetensors").unlink()
-
-
-def spoil_json(directory):
-    (directory / "config.json").write_text("{not json")
-
-
-def spoil_list(directory):
-    (directory / "config.json").write_text("[]")
-
-
-def spoil_section(directory):
-    """As DeepSpec's checkpoints are, whose slots predict one token further."""
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | config.pop("dflash_config")))
-
-
-def spoil_bytes(directory):
-    whole = (directory / "model.safetensors").read_bytes()
-    (directory / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-
-
-@pytest.mark.parametrize("spoil", [spoil_directory, spoil_weights, spoil_json, spoil_list, spoil_section, spoil_bytes])
-def test_what_is_not_an_exported_drafter_is_refused(tmp_path, spoil):
-    export(tmp_path, TINY)
-    spoil(tmp_path)
-    with pytest.raises(ValueError, match="is not an exported drafter") as refusal:
-        read_exported(tmp_path, TINY)
-    assert "\n" not in str(refusal.value)
-    assert str(tmp_path) in str(refusal.value)
+# -- a state from outside -------------------------------------------------------------------------------------------
 
 
 def test_a_checked_state_passes_whatever_its_dtype():
     check_tensors(random_drafter(dtype=torch.bfloat16).state_dict(), TINY, what="state")
+
+
+NOT_A_NUMBER = torch.full((32,), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"layers.1.mlp.up_proj.weight": None}, ["layers.1.mlp.up_proj.weight", "missing"]),
+        ({"embed_tokens.weight": torch.zeros(50, 32)}, ["embed_tokens.weight", "not part"]),
+        ({"fc.weight": torch.zeros(32, 64)}, ["fc.weight", "[32, 64]", "[32, 96]"]),
+        ({"norm.weight": NOT_A_NUMBER}, ["norm.weight", "not finite"]),
+        ({"hidden_norm.weight": 1 / torch.zeros(32)}, ["hidden_norm.weight", "not finite"]),
+    ],
+    ids=["missing", "stray", "misshapen", "not a number", "infinite"],
+)
+def test_a_state_of_another_drafter_is_refused_by_the_tensors_name(tensors, words):
+    state = random_drafter(dtype=torch.float32).state_dict() | tensors
+    with pytest.raises(ValueError, match="^state") as refusal:
+        check_tensors({name: tensor for name, tensor in state.items() if tensor is not None}, TINY, what="state")
+    assert all(word in str(refusal.value) for word in words)
+    assert "\n" not in str(refusal.value)

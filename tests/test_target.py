@@ -27,7 +27,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dflash.target import Target, check_layer_ids, layer_ids, load_target, resolve_mask_token
+from dflash.target import Target, check_layer_ids, layer_ids, load_target, resolve_mask_token, tokenizer_hashes
 
 # models round inside whatever the dtype: norms to float32, and gemma2's eager softmax, which padding then moves
 FLOAT64_TOLERANCE = {"llama": 1e-12, "qwen3": 1e-12, "gemma3": 1e-12, "gemma2": 1e-6}
@@ -350,6 +350,10 @@ def test_identity_is_equal_on_reload_and_in_a_wider_dtype(directories):
         "vocabulary": 512,
         "dtype": "float32",
         "sha256": "",
+        "embedding_scale": 1.0,
+        "logit_scale": 1.0,
+        "logit_softcap": None,
+        "tokenizer": tokenizer_hashes(first.tokenizer),
     }
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from tiny import conversations, tiny_target, write_jsonl
 from transformers import AutoTokenizer
 
-from dflash import checkpoint, train
+from dflash import checkpoint, evaluate, train
 from dflash import config as configuration
 from dflash.batches import anchors_of, make_batch
 from dflash.config import OptimConfig
@@ -62,6 +62,7 @@ class World:
         self.target = tiny_target(root / "target", hidden=32)
         self.data = write_jsonl(root / "data.jsonl", conversations(SAMPLES, longest_reply=20))
         self.heldout = write_jsonl(root / "heldout.jsonl", conversations(6, seed=1, longest_reply=20))
+        self.prompts = write_jsonl(root / "prompts.jsonl", [{"prompt": "How many bridges?"}, {"prompt": "The sea."}])
         self.prepared = root / "prepared"
 
     def run(self, root: Path, **changes: Any) -> Path:
@@ -83,7 +84,7 @@ class World:
         }
         for name, value in changes.items():
             section, field = name.split("__")
-            values[section][field] = value
+            values.setdefault(section, {})[field] = value
         return create_run(configuration.parse(values))
 
 
@@ -677,3 +678,71 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished_by_a_restart(worl
     assert train.main([str(run_dir)]) == train.FINISHED
     assert read_status(run_dir)["state"] == "finished"
     assert (hashes(run_dir / "checkpoints"), rows_of(run_dir)) == before
+
+
+# ---------------------------------------------------------------- decoded at checkpoints
+
+
+def decoding(world: World, **more: Any) -> dict[str, Any]:
+    section = {"prompts": [str(world.prompts)], "during_training": 2, "max_new_tokens": 24}
+    return {f"evaluate__{name}": value for name, value in section.items()} | more
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "evaluation.jsonl").read_text().splitlines()]
+
+
+def test_prompts_are_decoded_at_every_checkpoint_and_the_best_one_is_marked(world, forks, unbroken, tmp_path):
+    run_dir = world.run(tmp_path, **decoding(world, run__epochs=6, evaluate__max_new_tokens=8))
+    assert forks.train(run_dir).wait() == train.FINISHED
+    assert_same_end(run_dir, unbroken)  # decoding changes nothing of what is trained
+    rows = evaluations(run_dir)
+    assert [row["step"] for row in rows] == [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(run_dir)]
+    best = max(rows, key=lambda row: row["eval/tau"])
+    marked = read_status(run_dir)["best"]
+    assert (marked["step"], marked["eval/tau"]) == (best["step"], best["eval/tau"])
+    assert (run_dir / marked["checkpoint"] / "manifest.json").exists()
+
+
+def test_what_is_decoded_while_training_is_what_the_saved_checkpoint_decodes(world, tmp_path):
+    run_dir = world.run(tmp_path, **decoding(world, run__max_steps=4))
+    assert train.main([str(run_dir)]) == train.FINISHED
+    out = tmp_path / "evaluated.json"
+    for row in evaluations(run_dir):
+        directory = checkpoint.directory_of(run_dir, row["step"])
+        assert evaluate.main([str(directory), "--out", str(out)]) == train.FINISHED
+        measured = json.loads(out.read_text())["overall"]
+        assert (measured["tau"], measured["steps"]) == (row["eval/tau"], row["eval/steps"])
+
+
+def test_a_run_killed_and_restarted_has_decoded_every_checkpoint_once_and_kept_its_mark(world, forks, tmp_path):
+    changes = decoding(world)
+    run_dir, whole = world.run(tmp_path, **changes), world.run(tmp_path, **changes)
+    for _ in range(2):
+        assert forks.train(run_dir, then="kill", more_rows=5).wait() == -signal.SIGKILL
+    for directory in (run_dir, whole):
+        assert forks.train(directory).wait() == train.FINISHED
+    ours, theirs = ([row | {"seconds": 0} for row in evaluations(each)] for each in (run_dir, whole))
+    assert ours == theirs
+    assert read_status(run_dir)["best"]["eval/tau"] == max(row["eval/tau"] for row in ours)
+
+
+def test_keep_never_deletes_the_checkpoint_that_is_marked_best(world, tmp_path):
+    run_dir = world.run(tmp_path, **decoding(world, run__max_steps=12, checkpoint__keep=1))
+    assert train.main([str(run_dir)]) == train.FINISHED
+    best, last = read_status(run_dir)["best"]["step"], evaluations(run_dir)[-1]["step"]
+    assert {checkpoint.step_of(path) for path in checkpoint.list_checkpoints(run_dir)} == {best, last}
+
+
+def test_a_stop_while_prompts_are_decoded_does_not_wait_for_them(world, forks, tmp_path):
+    run_dir = world.run(tmp_path, **decoding(world, **ENDLESS, evaluate__max_new_tokens=500))
+    assert forks.train(run_dir, then="stop_often", more_rows=2).wait() == train.STOPPED
+    assert checkpoint.newest(run_dir) is not None
+
+
+def test_a_failed_run_keeps_its_mark(world, tmp_path):
+    run_dir = world.run(tmp_path, **decoding(world, run__max_steps=4))
+    assert train.main([str(run_dir)]) == train.FINISHED
+    best = read_status(run_dir)["best"]
+    write_status(run_dir, state="failed", step=4, reason="x")
+    assert read_status(run_dir)["best"] == best
