@@ -1,0 +1,125 @@
+"""Answers on disk: each prompt's result once, whoever makes it and however often somebody is killed on the way.
+
+<out>/<key>/
+  key.json            everything that the answers depend on
+  shard-*.jsonl       one line a prompt, in the order in which they ended; one file for each process that worked here
+  claims              which prompts are being answered right now: locked bytes, which the kernel frees when their holder dies
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+SYNC_SECONDS = 5  # between two flushes to the disk: what a power cut, not a kill, may cost
+
+
+class AnswerStore:
+    """The answers that depend on `key`, kept under `root`. `with AnswerStore(root, key) as store:`; one a process and key."""
+
+    def __init__(self, root: Path, key: dict[str, Any]):
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        self.directory = Path(root) / digest[:16]
+        self._key = key
+        self._places: dict[str, tuple[Path, int]] = {}
+        self._read_to: dict[Path, int] = {}
+        self._shard: BinaryIO | None = None
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> "AnswerStore":
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._claims = open(self.directory / "claims", "a+b")
+            with replaced(self.directory / "key.json") as file:
+                file.write(json.dumps(self._key, indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(
+                f"regenerate.out={self.directory.parent}: {error.strerror}; give a directory that can be written"
+            ) from None
+        self.refresh()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._claims.close()
+        if self._shard is not None:
+            os.fsync(self._shard.fileno())
+            self._shard.close()
+
+    def __contains__(self, prompt: str) -> bool:
+        return prompt in self._places
+
+    def refresh(self) -> None:
+        """Learns of what other processes have answered since."""
+        for path in sorted(self.directory.glob("shard-*.jsonl")):
+            with path.open("rb") as file:
+                offset = file.seek(self._read_to.get(path, 0))
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # being written, or torn by a kill: never an answer
+                    self._places[_key_of(path, offset, line)] = path, offset
+                    offset += len(line)
+            self._read_to[path] = offset
+
+    def read(self, prompt: str) -> dict[str, Any]:
+        """The record of an answered prompt."""
+        path, offset = self._places[prompt]
+        with path.open("rb") as file:
+            file.seek(offset)
+            return json.loads(file.readline())
+
+    def claim(self, prompt: str) -> bool:
+        """Whether this process may answer the prompt now: nobody else is at it. Released by `write`, or when the process ends."""
+        try:
+            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte_of(prompt))
+        except (BlockingIOError, PermissionError):  # what POSIX lets a system say of a byte that is locked
+            return False
+        return True
+
+    def release(self, prompt: str) -> None:
+        """Gives up a claim."""
+        fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _byte_of(prompt))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Keeps the result of the claimed prompt `record["key"]`, and ends the claim."""
+        if self._shard is None:
+            name = f"shard-{time.time_ns()}-{socket.gethostname()}-{os.getpid()}.jsonl"
+            self._shard = open(self.directory / name, "xb", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        line = json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
+        path, offset = Path(self._shard.name), self._shard.tell()
+        if self._shard.write(line) != len(line):
+            raise OSError(f"{path}: the disk is full")
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            os.fsync(self._shard.fileno())
+            self._synced = time.monotonic()
+        self._places[record["key"]] = path, offset
+        self._read_to[path] = offset + len(line)
+        self.release(record["key"])
+
+
+def _key_of(path: Path, offset: int, line: bytes) -> str:
+    try:
+        return json.loads(line)["key"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(
+            f"{path}, at byte {offset}: a damaged line; delete it, then its prompt is answered anew"
+        ) from None
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[TextIO]:
+    """A file that takes its place once it is whole, also where processes that write the same do so at once."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with beside.open("w", encoding="utf-8", errors="surrogatepass") as file:
+        yield file
+    beside.replace(path)
+
+
+def _byte_of(prompt: str) -> int:
+    """The byte of the claims file that stands for a prompt; the file stays empty, only its locks matter."""
+    return int(prompt[:15], 16)
