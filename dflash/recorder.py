@@ -72,7 +72,8 @@ class Recorder:
             self._mark_best(row)
         self._progress = files.enter_context(ProgressLine("step", job.total_steps, job.step))
         self._files = files
-        self._progress.say(f"{self._run_dir}: {len(job.data):,} samples, steps {job.step + 1} to {job.total_steps}")
+        steps = f"steps {job.step + 1} to {job.total_steps}" if job.step < job.total_steps else "no step to take"
+        self._progress.say(f"{self._run_dir}: {len(job.data):,} samples, {steps}")
         if job.device.type == "cpu" and not torch.cuda.is_available():
             log.info("no GPU on this machine: target and drafter run on the CPU in float32")
         self.status("running")
@@ -208,8 +209,9 @@ class Recorder:
         self._evaluation_file.write(row)
         self._mark_best(row)
         self.status("running")
-        tau, counted = result["tau"], f"{result['prompts']} prompts, {result['tokens']:,} tokens"
-        self._progress.say(f"decoded at step {step}: tau {tau:.3f} ({counted}, {seconds:.0f} s)")
+        tau = "none: every reply is one token" if result["tau"] is None else f"{result['tau']:.3f}"
+        counted = f"{result['prompts']} prompts, {result['tokens']:,} tokens, {seconds:.0f} s"
+        self._progress.say(f"decoded at step {step}: tau {tau} ({counted})")
         self._last_time += seconds  # not the step's time
 
     def _mark_best(self, row: dict[str, Any]) -> None:

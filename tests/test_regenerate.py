@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from typing import Any
 import forks as forking
 import pytest
 import torch
+import transformers
 from faulty_proxy import CHAT, FaultyProxy
 from forks import LONG, TESTS, Child, Forks, until
 from llama_server import LlamaServer, to_gguf
@@ -38,6 +40,7 @@ from dflash import data, regenerate
 from dflash.answers import LENGTH, STOP, Answer, Request
 from dflash.command import FAILED, FINISHED, REFUSED, STOPPED
 from dflash.conversation import Template
+from dflash.plots import histogram
 from dflash.regenerate import main, message_of
 
 NEW = 12  # max_new_tokens
@@ -379,7 +382,7 @@ def test_template_variables_reach_the_template_and_tools_are_kept(tmp_path, worl
 
 
 def test_sampled_replies_do_not_depend_on_what_they_are_batched_with(world, tmp_path):
-    prompts = write_jsonl(tmp_path / "p.jsonl", world.rows[:8])
+    prompts = write_jsonl(tmp_path / "p.jsonl", world.rows[:5])
     results = []
     for rows, temperature in ((1, 1.0), (5, 1.0), (5, 0)):
         out = tmp_path / f"{rows} {temperature}"
@@ -1133,4 +1136,8 @@ def test_the_process_itself_exits_with_2_and_shows_no_traceback(world, place, tm
 
 if __name__ == "__main__":  # the process that forks
     forking.run_command = run_command  # type: ignore[attr-defined]
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as warm:  # what libraries do only once costs more than a whole run here
+        AutoModelForCausalLM.from_pretrained(make_target(Path(warm) / "target"))
+        histogram(Path(warm) / "lengths.png", [1, 2], title="", xlabel="")
     forking.serve()
