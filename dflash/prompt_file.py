@@ -20,7 +20,7 @@ PROMPT_DROP_REASONS = {
     TOOL_TURN: "a call of a tool or its result, which a new reply would not fit",
     NO_USER_TURN: "no user turn to reply to",
 }
-JSON_SUFFIXES = (".jsonl", ".json")
+TEXT_SUFFIX = ".txt"  # anything else is JSONL, or its rows would become prompts without a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,11 @@ def row_at(path: Path, place: Line, *, knob: str) -> Any:
 
 def _row(path: Path, place: Line, line: bytes, knob: str) -> Any:
     try:
-        if path.suffix not in JSON_SUFFIXES:
+        if path.suffix == TEXT_SUFFIX:
             return {"prompt": line.decode().strip()}
         row = json.loads(line)
     except ValueError as error:
-        kind = "one JSON conversation" if path.suffix in JSON_SUFFIXES else "one prompt in UTF-8"
+        kind = "one prompt in UTF-8" if path.suffix == TEXT_SUFFIX else "one JSON conversation"
         raise ValueError(f"{knob}={path}:{place.number}: {error}; give {kind} a line") from None
     if not isinstance(row, dict) or not (turns_of(row) is not None or {"turns", "prompt"} & row.keys()):
         raise ValueError(

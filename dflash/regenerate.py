@@ -13,6 +13,7 @@ Exit codes: 0 all answered, 1 failed, 2 refused before any work, 3 stopped; what
 """
 
 import argparse
+import contextlib
 import hashlib
 import heapq
 import json
@@ -153,7 +154,13 @@ class Index:
     """line, id, reason and detail of the rows that are no prompts."""
 
     def prompt(self, entry: Entry) -> Prompt:
-        return prompt_of(prompt_file.row_at(self.path, entry.line, knob=KNOB), system=self.system)
+        row = prompt_file.row_at(self.path, entry.line, knob=KNOB)
+        with contextlib.suppress(Unusable):
+            prompt = prompt_of(row, system=self.system)
+            if prompt.key == entry.key:
+                return prompt
+        # its answer would be kept as that of another prompt
+        raise ValueError(f"{KNOB}={self.path}:{entry.line.number}: changed since the start; start the command again")
 
 
 def read_index(path: Path, *, system: str | None) -> Index:

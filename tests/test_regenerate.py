@@ -606,7 +606,7 @@ def test_progress_and_summary_name_rate_remaining_time_and_the_next_command(worl
 # ---------------------------------------------------------------- what is done again
 
 
-def test_a_second_start_reads_no_prompt_and_changes_no_answer(world, beginnings, tmp_path):
+def test_a_second_start_reads_no_prompt_and_changes_no_answer(world, beginnings, tmp_path, capfd):
     shutil.copytree(world.out, tmp_path / "out")
     first = Result(tmp_path / "out")
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in first.store.glob("shard-*")}
@@ -614,6 +614,7 @@ def test_a_second_start_reads_no_prompt_and_changes_no_answer(world, beginnings,
     with read_texts() as texts:
         assert command(world, tmp_path / "out") == FINISHED
     again = Result(tmp_path / "out")
+    assert "30 prompts, 0 of them to answer" in capfd.readouterr().err
     assert begun(texts, beginnings) == []
     assert len(texts) > 0  # the proofs of the target: the texts were looked at
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in again.store.glob("shard-*")} == before
@@ -642,6 +643,24 @@ def test_only_what_is_new_in_a_prompt_file_is_answered(world, speaker, tmp_path)
         assert name not in unchanged or row["messages"] == unchanged[name]
     assert result.report["this_process"]["replies"] == 1 + 2 + 3 + 1
     assert {path: path.read_bytes() for path in old.iterdir()} == old_files
+
+
+def test_a_prompt_file_that_changes_meanwhile_ends_the_run_and_no_answer_gets_to_another_prompt(world, tmp_path, capfd):
+    prompts, out = tmp_path / "p.txt", tmp_path / "out"
+    prompts.write_text("\n".join(TOPICS))
+
+    def change(texts: list[list[int]]) -> None:
+        if out.exists():
+            prompts.write_text("A new first line.\n" + "\n".join(TOPICS))
+
+    with read_texts(change):
+        assert command(world, out, prompts=prompts) == REFUSED
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        rf"dflash: regenerate.prompts={prompts}:\d+: changed since the start; start the command again", last
+    )
+    assert command(world, out, prompts=prompts) == FINISHED
+    assert [row["messages"][0]["content"] for row in Result(out).conversations] == ["A new first line.", *TOPICS]
 
 
 def test_answers_of_a_cut_off_line_are_made_again(world, beginnings, tmp_path):
