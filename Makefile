@@ -11,9 +11,10 @@ CLIENTS_IN_CI := zlab transformers llamacpp
 
 demo: .venv/.installed
 	@echo "A drafter for SmolLM2-135M-Instruct, trained for one epoch on 958 of its own answers; then real decoding of held-out prompts"
-	@echo "with it, against an untrained one. It takes about DEMO_MINUTES minutes on two current CPU cores; nothing is downloaded but the target."
+	@echo "with it, against an untrained one. It takes about 10 minutes on two current CPU cores; nothing is downloaded but the target."
 	$(RUN) demo/fetch_target.py demo/target
-	$(RUN) -m dflash.train --config deployments/smollm2-cpu.yaml --run.name untrained --run.max_steps 0
+	$(RUN) -m dflash.train --config deployments/smollm2-cpu.yaml --run.name untrained --run.max_steps 0 \
+		--data.heldout_path none
 	$(RUN) -m dflash.train --config deployments/smollm2-cpu.yaml
 	$(RUN) -m dflash.evaluate "$$(ls -d demo/runs/demo-*/checkpoints/step-* | tail -n 1)" \
 		--against "$$(ls -d demo/runs/untrained-*/checkpoints/step-* | tail -n 1)" --plot demo/runs/evaluation.png
