@@ -6,16 +6,15 @@
   claims              which prompts are being answered right now: locked bytes, which the kernel frees when their holder dies
 """
 
-import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
+
+from dflash.files import sha256_of_json, write_json
 
 SYNC_SECONDS = 5  # between two flushes to the disk: what a power cut, not a kill, may cost
 
@@ -24,8 +23,7 @@ class AnswerStore:
     """The answers that depend on `key`, kept under `root`. `with AnswerStore(root, key) as store:`; one a process and key."""
 
     def __init__(self, root: Path, key: dict[str, Any]):
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        self.directory = Path(root) / digest[:16]
+        self.directory = Path(root) / sha256_of_json(key)[:16]
         self._key = key
         self._places: dict[str, tuple[Path, int]] = {}
         self._read_to: dict[Path, int] = {}
@@ -36,8 +34,7 @@ class AnswerStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._claims = open(self.directory / "claims", "a+b")
-            with replaced(self.directory / "key.json") as file:
-                file.write(json.dumps(self._key, indent=2) + "\n")
+            write_json(self.directory / "key.json", self._key)
         except OSError as error:
             raise ValueError(
                 f"regenerate.out={self.directory.parent}: {error.strerror}; give a directory that can be written"
@@ -109,15 +106,6 @@ def _key_of(path: Path, offset: int, line: bytes) -> str:
         raise ValueError(
             f"{path}, at byte {offset}: a damaged line; delete it, then its prompt is answered anew"
         ) from None
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[TextIO]:
-    """A file that takes its place once it is whole, also where processes that write the same do so at once."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with beside.open("w", encoding="utf-8", errors="surrogatepass") as file:
-        yield file
-    beside.replace(path)
 
 
 def _byte_of(prompt: str) -> int:

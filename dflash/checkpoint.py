@@ -7,7 +7,6 @@ checkpoints/step-00001000/
   manifest.json           size and sha256 of each file above; written last
 """
 
-import hashlib
 import json
 import os
 import re
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from dflash.files import flush, sha256_of
 
 FILES = ("drafter.safetensors", "optimizer.safetensors", "state.json")
 
@@ -72,7 +73,7 @@ def _damage(directory: Path, *, read_all: bool = True) -> str | None:
             entry, path = manifest[name], directory / name
             if path.stat().st_size != entry["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}"
-            if read_all and _sha256(path) != entry["sha256"]:
+            if read_all and sha256_of(path) != entry["sha256"]:
                 return f"{name} does not have the sha256 of its manifest"
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
@@ -81,11 +82,6 @@ def _damage(directory: Path, *, read_all: bool = True) -> str | None:
     except (ValueError, KeyError, TypeError) as error:
         return f"its manifest is unreadable ({error})"
     return None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write(directory: Path, checkpoint: Checkpoint) -> None:
@@ -97,24 +93,16 @@ def write(directory: Path, checkpoint: Checkpoint) -> None:
     save_file(checkpoint.drafter, partial / FILES[0])
     save_file(checkpoint.optimizer, partial / FILES[1])
     (partial / FILES[2]).write_text(json.dumps(checkpoint.state, allow_nan=False))
-    manifest = {name: {"bytes": (partial / name).stat().st_size, "sha256": _sha256(partial / name)} for name in FILES}
+    manifest = {name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)} for name in FILES}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
     for path in (*partial.iterdir(), partial):
-        _flush(path)
+        flush(path)
     if directory.exists():
         # only ever a torn one of this run, which went on from an earlier checkpoint; kept for whoever looks into it
         assert _damage(directory) is not None, directory
         os.rename(directory, directory.with_name(f".{directory.name}.torn-{time.time_ns()}"))
     os.rename(partial, directory)
-    _flush(directory.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(directory.parent)
 
 
 class Saver:

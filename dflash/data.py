@@ -9,7 +9,6 @@ On disk, under `directory/<first 16 hex digits of the digest>/`:
 """
 
 import fcntl
-import hashlib
 import json
 import shutil
 from array import array
@@ -36,6 +35,7 @@ from dflash.conversation import (
     prove,
     turns_of,
 )
+from dflash.files import sha256_of, sha256_of_json
 
 CODE_VERSION = 1
 """Raise when the same file would give other tokens or another mask, so that no older result is found."""
@@ -104,7 +104,7 @@ def prepare(
         )
     data_sha256 = _sha256_of_data(path)
     template = Template(tokenizer, template_kwargs)
-    digest = _sha256_of_json([CODE_VERSION, data_sha256, template.identity, max_tokens])
+    digest = sha256_of_json([CODE_VERSION, data_sha256, template.identity, max_tokens])
     prepared = _open(directory / digest[:16], digest)
     if prepared is None:
         try:
@@ -170,18 +170,9 @@ def _shard_name(number: int) -> str:
     return f"shard-{number:05}.safetensors"
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_of_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
 def _sha256_of_data(path: Path) -> str:
     try:
-        return _sha256(path)
+        return sha256_of(path)
     except FileNotFoundError as error:
         raise ValueError(f"data.path={path}: no such file; give a JSONL file of conversations") from error
     except IsADirectoryError as error:
@@ -198,7 +189,7 @@ def _open(directory: Path, digest: str) -> Prepared | None:
     try:
         manifest = json.loads((directory / "manifest.json").read_text())
         intact = manifest["digest"] == digest and all(
-            (directory / name).stat().st_size == file["bytes"] and _sha256(directory / name) == file["sha256"]
+            (directory / name).stat().st_size == file["bytes"] and sha256_of(directory / name) == file["sha256"]
             for name, file in manifest["files"].items()
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
@@ -263,7 +254,7 @@ def _write(path: Path, template: Template, max_tokens: int, directory: Path, dig
         sample_id = str(row["id"]) if isinstance(row.get("id"), str | int) and row["id"] != "" else None
         try:
             messages, tools = conversation(row)
-            sample_id = sample_id or _sha256_of_json([messages, tools])[:16]
+            sample_id = sample_id or sha256_of_json([messages, tools])[:16]
             rendered = template.locate(messages, tools)
         except Unusable as error:
             writer.drop(line, sample_id, error)
@@ -363,7 +354,7 @@ class Writer:
         }
         (self.directory / "report.json").write_text(json.dumps(report, indent=2))
         files = {
-            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
             for file in sorted(self.directory.iterdir())
         }
         (self.directory / "manifest.json").write_text(json.dumps({"digest": digest, "files": files}, indent=2))

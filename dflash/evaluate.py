@@ -16,7 +16,6 @@ Exit codes: 0 measured, 1 failed, also where a float32 target's greedy output is
 
 import argparse
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -43,10 +42,11 @@ from dflash.conversation import DROP_REASONS, Template, Unusable
 from dflash.decode import Decoded, Decoder, check_lengths, decode_plain, stop_tokens
 from dflash.drafter import Drafter
 from dflash.export import load_drafter
+from dflash.files import sha256_of, write_json
 from dflash.plots import acceptance
 from dflash.progress import ProgressLine
 from dflash.prompt_file import PROMPT_DROP_REASONS, Prompt, prompt_of, rows
-from dflash.run_dir import package_versions, write_json
+from dflash.run_dir import package_versions
 from dflash.sampling import Sampling
 from dflash.target import Target, load_target
 
@@ -217,8 +217,7 @@ def _settings(config: Config, target: Target, drafters: list[Drafter]) -> dict[s
         "drafter_dtype": str(drafters[0].fc.weight.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(target.device) if cuda else target.device.type,
         "files": {
-            Path(path).stem: {"path": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
-            for path in section.prompts or SHIPPED
+            Path(path).stem: {"path": path, "sha256": sha256_of(Path(path))} for path in section.prompts or SHIPPED
         },
     }
 

@@ -32,6 +32,7 @@ from dflash import config as configuration
 from dflash import run_dir as runs
 from dflash.command import FAILED, FINISHED, Parser, run
 from dflash.drafter import Drafter, Shape, check_tensors, parameter_count
+from dflash.files import flush, sha256_of
 from dflash.formats import Scales, config_of, read_config, read_tensors, shape_of, understand
 from dflash.progress import print_summary
 from dflash.target import Target, load_target, tokenizer_hashes
@@ -46,7 +47,6 @@ from dflash.verify import (
     other_tokenizer,
     read_record,
     serving_notes,
-    sha256_of,
     target_faults,
     verify,
 )
@@ -209,21 +209,13 @@ def export(
         lines = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
         (partial / SUMS).write_text("".join(lines))
         for path in (*partial.iterdir(), partial):
-            _flush(path)
+            flush(path)
         os.rename(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _flush(out.parent)
+    flush(out.parent)
     return record
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checkpoint_at(path: Path) -> Path:

@@ -5,7 +5,6 @@ A JSONL row is `{"messages": [...]}` or `{"conversations": [...]}` as for traini
 Replies that it brings are only places: each will be answered anew, in turn. `id` and `tools` are kept.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.conversation import BAD_MESSAGE, EMPTY, NOT_TEXT, Unusable, messages_of, turns_of
+from dflash.files import sha256_of_json
 
 TOOL_TURN = "tool_turn"
 NO_USER_TURN = "no_user_turn"
@@ -118,7 +118,7 @@ def prompt_of(row: dict[str, Any], *, system: str | None = None) -> Prompt:
         json.dumps([stages, tools], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half a character, which JSON can hold and no tokenizer takes
         raise Unusable(NOT_TEXT, str(error)) from error
-    key = hashlib.sha256(json.dumps([stages, tools], sort_keys=True).encode()).hexdigest()[:32]
+    key = sha256_of_json([stages, tools])[:32]
     return Prompt(id=id_of(row) or key[:16], key=key, stages=stages, tools=tools)
 
 

@@ -29,12 +29,13 @@ import numpy as np
 
 from dflash import config as configuration
 from dflash import prompt_file
-from dflash.answer_store import AnswerStore, replaced
+from dflash.answer_store import AnswerStore
 from dflash.answers import LENGTH, REFUSED, Answer, Request, Source
 from dflash.command import FINISHED, Parser, run
 from dflash.config import Config
 from dflash.conversation import DROP_REASONS, Template, Unusable
 from dflash.endpoint import Endpoint
+from dflash.files import replaced, sha256_of_json, write_json
 from dflash.generation import LocalSource
 from dflash.plots import histogram
 from dflash.progress import ProgressLine, print_summary
@@ -114,7 +115,7 @@ def _key(config: Config, source: Source, template: Template) -> dict[str, Any]:
     return {
         "code": CODE_VERSION,
         "source": source.identity,
-        "template": hashlib.sha256(json.dumps(template.identity, sort_keys=True, default=str).encode()).hexdigest(),
+        "template": sha256_of_json(template.identity),
         "template_kwargs": config.data.template_kwargs,
         "system_prompt": section.system_prompt,
         "max_new_tokens": section.max_new_tokens,
@@ -394,8 +395,7 @@ def write_result(prompts: Index, store: AnswerStore, here: dict[str, float]) -> 
         "reply_length": {f"p{q}": float(np.percentile(lengths, q)) for q in (0, 10, 50, 90, 100)} if lengths else {},
         "this_process": here,
     }
-    with replaced(directory / "report.json") as file:
-        file.write(json.dumps(report, indent=2) + "\n")
+    write_json(directory / "report.json", report)
     if lengths:
         histogram(directory / "lengths.png", lengths, title=f"{len(lengths):,} replies", xlabel="tokens of a reply")
     if not kept:

@@ -26,6 +26,7 @@ from typing import Any
 
 from dflash import config as configuration
 from dflash.config import Config
+from dflash.files import write_json
 
 PACKAGES = ("dflash-stream", "torch", "transformers", "safetensors", "tokenizers", "numpy")
 
@@ -101,7 +102,8 @@ def write_status(run_dir: Path, *, state: str, step: int, reason: str | None = N
 
     `best`, the checkpoint that decoded best, stays what it was unless it is given.
     """
-    more.setdefault("best", read_status(run_dir).get("best"))
+    if "best" not in more:
+        more["best"] = read_status(run_dir).get("best")
     status = {
         "state": state,
         "step": step,
@@ -117,13 +119,6 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """The last status that was written; {} before the first."""
     path = run_dir / "status.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file atomically."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-    os.replace(beside, path)
 
 
 def code_version() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dflash.data import Prepared, prepare
 from dflash.decode import prove_rollback
 from dflash.drafter import Drafter, Shape, check_tensors, initialise, parameter_count, resolve_shape
 from dflash.evaluate import Prompts, check_prompts, read_prompts
+from dflash.files import write_json
 from dflash.formats import read_exported
 from dflash.hs_queue import Sample, check_limits, production_order
 from dflash.job import Job, autocast, embed, samples_of
@@ -136,7 +137,7 @@ def set_up(config: Config, run_dir: Path) -> Job:
         for layer in drafter.layers:
             layer.compile(dynamic=True)
     if not (run_dir / "provenance.json").exists():
-        runs.write_json(run_dir / "provenance.json", _provenance(job))
+        write_json(run_dir / "provenance.json", _provenance(job))
     return job
 
 

@@ -8,7 +8,6 @@ dflash.json, SHA256SUMS       what the export wrote, key by key and byte by byte
 the target                    whose widths, layers, tokens and scales these must be
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from dflash.drafter import Drafter, Shape
+from dflash.files import sha256_of
 from dflash.formats import (
     ARCHITECTURE,
     CLIENTS_BLOCK_SIZE,
@@ -142,11 +142,6 @@ def read_record(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{RECORD} is damaged ({type(error).__name__}: {error}); export the drafter again") from None
     return record
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_files(directory: Path, found: Findings) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from dflash import config as configuration
 from dflash.config import Config
-from dflash.run_dir import create_run, only_trainer, read_config, read_status, write_json, write_status
+from dflash.files import write_json
+from dflash.run_dir import create_run, only_trainer, read_config, read_status, write_status
 
 CREATE_MANY = """
 import sys, time

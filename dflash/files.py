@@ -1,0 +1,45 @@
+"""Files that are whole or not there, and hashes of what is in them."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[TextIO]:
+    """A file that takes its place once it is whole, also where processes that write the same do so at once."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with beside.open("w", encoding="utf-8", errors="surrogatepass") as file:
+        yield file
+    beside.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file atomically."""
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    with replaced(path) as file:
+        file.write(text)
+
+
+def flush(path: Path) -> None:
+    """Has a file, or the names in a directory, on the disk when it returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_json(value: Any) -> str:
+    """Of a value as JSON, in hex; what JSON has not counts as its text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
