@@ -167,14 +167,6 @@ def decode_plain(
     return Decoded(new, reason, [1] * steps, [0] * steps, now(target.device) - began, 0.0)
 
 
-def stop_tokens(target: Target) -> frozenset[int]:
-    """The ids that end an answer: those of the target's generation config, and its tokenizer's eos."""
-    generation = target.model.generation_config
-    eos = generation.eos_token_id if generation is not None else None  # one id, a list of them, or None
-    ids = [*(eos if isinstance(eos, list) else [eos]), target.tokenizer.eos_token_id]
-    return frozenset(token for token in ids if token is not None)
-
-
 class Reader:
     """A target that has read `length` tokens, and can forget the last ones."""
 

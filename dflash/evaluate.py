@@ -39,16 +39,15 @@ from dflash import config as configuration
 from dflash.command import FAILED, FINISHED, Parser, run
 from dflash.config import Config, EvaluateConfig
 from dflash.conversation import DROP_REASONS, Template, Unusable
-from dflash.decode import Decoded, Decoder, check_lengths, decode_plain, stop_tokens
+from dflash.decode import Decoded, Decoder, check_lengths, decode_plain
 from dflash.drafter import Drafter
 from dflash.export import load_drafter
 from dflash.files import sha256_of, write_json
-from dflash.plots import acceptance
 from dflash.progress import ProgressLine
 from dflash.prompt_file import PROMPT_DROP_REASONS, Prompt, prompt_of, rows
 from dflash.run_dir import package_versions
 from dflash.sampling import Sampling
-from dflash.target import Target, load_target
+from dflash.target import Target, load_configured, stop_tokens
 
 SHIPPED = tuple(str(Path(__file__).parent / "prompts" / f"{name}.jsonl") for name in ("chat", "code", "mathematics"))
 DRAWS = 10_000  # of the bootstrap: an interval's ends then move by 1 % of its width from seed to seed
@@ -108,7 +107,7 @@ def evaluate(arguments: list[str]) -> int:
     parsed = _parse(arguments)
     config = configuration.from_arguments(parsed, trains=False)
     prompts = read_prompts(config.evaluate, per_set=config.evaluate.prompts_per_set)
-    target = _load_target(config)
+    target = load_configured(config.target, captures=False)
     template = Template(target.tokenizer, config.data.template_kwargs)
     loaded = [load_drafter(path, target) for path in (parsed.drafter, parsed.against) if path is not None]
     # in the target's dtype, as serving engines run a drafter
@@ -129,6 +128,8 @@ def evaluate(arguments: list[str]) -> int:
         write_json(parsed.out, result)
     names = _names([path for path in (parsed.drafter, parsed.against) if path is not None])
     if parsed.plot is not None:
+        from dflash.plots import acceptance  # here: the trainer decodes with this module too, and never draws
+
         by_drafter = {name.partition(" (")[0]: of_drafter(result["sets"], at) for at, name in enumerate(names)}
         acceptance(parsed.plot, by_drafter, title=" against ".join(names) + f" on {Path(target.name).name}")
     print_tables(result, names)
@@ -178,20 +179,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if parsed.config is None and parsed.drafter.resolve().parent.name == "checkpoints" and own.exists():
         parsed.config = str(own)
     return parsed
-
-
-def _load_target(config: Config) -> Target:
-    section = config.target
-    return load_target(
-        section.name,
-        revision=section.revision,
-        dtype=section.dtype,
-        device=section.devices[0],  # one is enough: prompts are decoded one by one
-        device_map=section.device_map,
-        attention=section.attention,
-        captured_layers=1,  # which ones is the drafter's to say
-        trust_remote_code=section.trust_remote_code,
-    )
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -35,7 +35,7 @@ from dflash.drafter import Drafter, Shape, check_tensors, parameter_count
 from dflash.files import flush, sha256_of
 from dflash.formats import Scales, config_of, read_config, read_tensors, shape_of, understand
 from dflash.progress import print_summary
-from dflash.target import Target, load_target, tokenizer_hashes
+from dflash.target import Target, load_configured, load_target, tokenizer_hashes
 from dflash.verify import (
     CARD,
     RECORD,
@@ -152,17 +152,9 @@ def _target_to_compare(section: configuration.TargetConfig, directory: Path) -> 
         record = read_record(directory)
     except ValueError:  # `examine` will say so
         record = None
-    dtype = record["target"]["dtype"] if record is not None and section.dtype == "auto" else section.dtype
-    return load_target(
-        section.name,
-        revision=section.revision,
-        dtype=dtype,
-        device=section.devices[0],
-        device_map=section.device_map,
-        attention=section.attention,
-        captured_layers=1,  # none will be
-        trust_remote_code=section.trust_remote_code,
-    )
+    if record is not None and section.dtype == "auto":
+        section = dataclasses.replace(section, dtype=record["target"]["dtype"])
+    return load_configured(section, captures=False)
 
 
 # ---------------------------------------------------------------- exporting

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from dflash.answers import LENGTH, REFUSED, STOP, Answer, Pending, Request
-from dflash.decode import stop_tokens
 from dflash.sampling import Sampling, choose, probabilities
-from dflash.target import PROOF_TOLERANCE, Target
+from dflash.target import PROOF_TOLERANCE, Target, stop_tokens
 
 PREFILL_TOKENS = 8192  # of prompts in one forward, padding included
 REFILL_SHARE = 8  # rows are refilled once 1 in 8 is free: prompts of one forward are then of like length

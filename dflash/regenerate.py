@@ -41,7 +41,7 @@ from dflash.plots import histogram
 from dflash.progress import ProgressLine, print_summary
 from dflash.prompt_file import PROMPT_DROP_REASONS, Line, Prompt, prompt_of
 from dflash.sampling import Sampling
-from dflash.target import load_target, load_tokenizer
+from dflash.target import load_configured, load_tokenizer
 
 CODE_VERSION = 1  # part of the key: raised when the same inputs give other answers
 ELSEWHERE_SECONDS = 1.0  # between two looks at prompts that another process is answering
@@ -90,16 +90,7 @@ def _source(config: Config) -> tuple[Source, Template]:
         endpoint = Endpoint(section, template)
         endpoint.check()
         return endpoint, template
-    loaded = load_target(
-        target.name,
-        revision=target.revision,
-        dtype=target.dtype,
-        device=target.devices[0],
-        device_map=target.device_map,
-        attention=target.attention,
-        captured_layers=1,
-        trust_remote_code=target.trust_remote_code,
-    )
+    loaded = load_configured(target, captures=False)
     sampling = Sampling(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p)
     local = LocalSource(
         loaded, sampling=sampling, max_new_tokens=section.max_new_tokens, seed=section.seed, rows=section.batch_rows

@@ -27,7 +27,7 @@ from dflash.hs_queue import Sample, check_limits, production_order
 from dflash.job import Job, autocast, embed, samples_of
 from dflash.objective import Head, head_loss, sample_anchors
 from dflash.proofs import prove_drafter
-from dflash.target import Target, load_target, resolve_mask_token, usable_device
+from dflash.target import Target, load_configured, resolve_mask_token, usable_device
 
 CALIBRATION_SAMPLES = 16  # whose features the scaled initialisation is fitted to
 FIT_SLOTS, FIT_STEPS, FIT_LR = 256, 15, 0.1  # of the final norm: 4 CPU seconds on SmolLM2, and more gained nothing
@@ -47,7 +47,7 @@ def set_up(config: Config, run_dir: Path) -> Job:
             raise ValueError(f"{knob}={path}: no such file; give a JSONL file of conversations")
 
     log.info("loading target %s", config.target.name)
-    targets = [_load(config, device) for device in config.target.devices]
+    targets = [load_configured(config.target, device=device) for device in config.target.devices]
     target, identity = targets[0], targets[0].identity()
     for each in targets:
         each.prove()
@@ -142,21 +142,6 @@ def set_up(config: Config, run_dir: Path) -> Job:
 
 
 # ---------------------------------------------------------------- the parts
-
-
-def _load(config: Config, device: str) -> Target:
-    section = config.target
-    return load_target(
-        section.name,
-        revision=section.revision,
-        dtype=section.dtype,
-        device=device,
-        device_map=section.device_map,
-        attention=section.attention,
-        layer_ids=section.layer_ids,
-        captured_layers=section.captured_layers,
-        trust_remote_code=section.trust_remote_code,
-    )
 
 
 def _prepare(config: Config, target: Target, path: str) -> Prepared:

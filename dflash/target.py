@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from dflash.config import TargetConfig
+
 PROOF_TOKENS = (33, 21, 8)  # S of each probe: different, so that a group of them is padded
 # Largest mean difference of two ways to one vector, relative to its norm. Rounding alone reaches 1e-6 in float32 and
 # 1e-2 in bfloat16 (SmolLM2, 30 layers); a leak of padding, a wrong layer or a missing scale is 0.1 or more.
@@ -338,6 +340,24 @@ def load_target(
     return target
 
 
+def load_configured(section: TargetConfig, *, device: str | None = None, captures: bool = True) -> Target:
+    """The target of a configuration, on its first device if none is named.
+
+    `captures` is false where nobody names the captured layers here: what is decoded needs none, and a drafter brings its own.
+    """
+    return load_target(
+        section.name,
+        revision=section.revision,
+        dtype=section.dtype,
+        device=device or section.devices[0],
+        device_map=section.device_map,
+        attention=section.attention,
+        layer_ids=section.layer_ids if captures else None,
+        captured_layers=section.captured_layers if captures else 1,
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
 def tokenizer_hashes(tokenizer: Any) -> dict[str, str]:
     """What decides which ids a conversation becomes: the tokens with their ids, and the chat template."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]))
@@ -373,19 +393,21 @@ def resolve_mask_token(target: Target, explicit: int | None) -> int:
         raise ValueError(
             f"drafter.mask_token_id={mask}: {target.name} has no such embedding row; use 0 to {target.vocabulary - 1}"
         )
-    generation = target.model.generation_config
-    eos = generation.eos_token_id if generation is not None else None  # one id, a list of them, or None
-    taken = {
-        "pad": [tokenizer.pad_token_id],
-        "eos": [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])],
-    }
-    for role, ids in taken.items():
+    for role, ids in {"pad": {tokenizer.pad_token_id}, "eos": stop_tokens(target)}.items():
         if mask in ids:
             raise ValueError(
                 f"drafter.mask_token_id={mask}: this is {target.name}'s {role} token; "
                 "set it to a token that no conversation uses"
             )
     return mask
+
+
+def stop_tokens(target: Target) -> frozenset[int]:
+    """The ids that end an answer: those of the target's generation config, and its tokenizer's eos."""
+    generation = target.model.generation_config
+    eos = generation.eos_token_id if generation is not None else None  # one id, a list of them, or None
+    ids = [*(eos if isinstance(eos, list) else [eos]), target.tokenizer.eos_token_id]
+    return frozenset(token for token in ids if token is not None)
 
 
 def _device(device: str) -> torch.device:

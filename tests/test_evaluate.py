@@ -20,7 +20,7 @@ from dflash import config as configuration
 from dflash.command import FAILED, FINISHED, REFUSED
 from dflash.config import DrafterConfig, EvaluateConfig
 from dflash.conversation import Template
-from dflash.decode import Decoded, decode_plain, stop_tokens
+from dflash.decode import Decoded, decode_plain
 from dflash.drafter import Drafter, initialise, resolve_shape
 from dflash.evaluate import (
     Row,
@@ -38,7 +38,7 @@ from dflash.evaluate import (
 from dflash.export import load_drafter
 from dflash.prompt_file import prompt_of
 from dflash.run_dir import create_run
-from dflash.target import load_target
+from dflash.target import load_target, stop_tokens
 
 BLOCK_SIZE, LETTER = 4, "a"  # the constant target says nothing but this letter
 GREEDY = EvaluateConfig()
