@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny import TINY_SHAPE
 
 from dflash.config import DrafterConfig
 from dflash.drafter import (
@@ -21,37 +22,22 @@ from dflash.drafter import (
     rotate,
 )
 
-TINY = Shape(
-    width=32,
-    vocabulary=50,
-    target_layers=8,
-    target_layer_ids=(1, 3, 5),
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    block_size=6,
-    mask_token_id=49,
-    layer_types=("full_attention",) * 3,
-    sliding_window=None,
-    rope_theta=1e4,
-    max_positions=4096,
-)
 MIXED = ("sliding_attention", "full_attention", "sliding_attention")
 SLIDING = ("sliding_attention",) * 3
 SHAPES = {
-    "full": TINY,
-    "sliding, window in the block": dataclasses.replace(TINY, layer_types=SLIDING, sliding_window=4),
-    "sliding, window past the block": dataclasses.replace(TINY, layer_types=SLIDING, sliding_window=9),
-    "mixed": dataclasses.replace(TINY, layer_types=MIXED, sliding_window=7),
+    "full": TINY_SHAPE,
+    "sliding, window in the block": dataclasses.replace(TINY_SHAPE, layer_types=SLIDING, sliding_window=4),
+    "sliding, window past the block": dataclasses.replace(TINY_SHAPE, layer_types=SLIDING, sliding_window=9),
+    "mixed": dataclasses.replace(TINY_SHAPE, layer_types=MIXED, sliding_window=7),
 }
 ANCHORS = [5, 8, 9, 17, 30]
 CONTEXT = 40
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def random_drafter(shape: Shape = TINY, *, dtype: torch.dtype = torch.float64, seed: int = 0, **options) -> Drafter:
+def random_drafter(
+    shape: Shape = TINY_SHAPE, *, dtype: torch.dtype = torch.float64, seed: int = 0, **options
+) -> Drafter:
     """Every weight random, norms around one: a norm left out or put in twice shows."""
     drafter = Drafter(shape, **options).to(dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +50,7 @@ def random_drafter(shape: Shape = TINY, *, dtype: torch.dtype = torch.float64, s
 
 def random_inputs(
     anchors: list[list[int]],
-    shape: Shape = TINY,
+    shape: Shape = TINY_SHAPE,
     *,
     context: int = CONTEXT,
     dtype: torch.dtype = torch.float64,
@@ -97,7 +83,7 @@ def decoded(drafter: Drafter, features: torch.Tensor, block_inputs: torch.Tensor
 
 @pytest.mark.parametrize(("layers", "tensors"), [(1, 14), (5, 58)])
 def test_tensors_are_exactly_those_of_a_z_lab_checkpoint(layers, tensors):
-    shape = dataclasses.replace(TINY, layers=layers, layer_types=("full_attention",) * layers)
+    shape = dataclasses.replace(TINY_SHAPE, layers=layers, layer_types=("full_attention",) * layers)
     expected = {"fc.weight": [32, 96], "hidden_norm.weight": [32], "norm.weight": [32]}
     for layer in range(layers):
         expected |= {
@@ -122,7 +108,7 @@ def test_tensors_are_exactly_those_of_a_z_lab_checkpoint(layers, tensors):
 
 def test_the_drafter_of_qwen3_8b_has_about_a_billion_parameters():
     shape = dataclasses.replace(
-        TINY,
+        TINY_SHAPE,
         width=4096,
         target_layer_ids=(1, 9, 17, 25, 33),
         layers=5,
@@ -166,7 +152,7 @@ def test_every_sample_of_a_batch_equals_its_own_decoding(shape):
 
 
 def test_a_shorter_block_drafts_what_a_full_layer_never_saw_only_if_it_is_causal():
-    full, sliding = TINY, SHAPES["sliding, window past the block"]
+    full, sliding = TINY_SHAPE, SHAPES["sliding, window past the block"]
     features, block_inputs, _ = random_inputs([[20]])
     for shape, same in ((full, False), (sliding, True)):
         drafter = random_drafter(shape)
@@ -305,8 +291,8 @@ def independent(
     return normed(x, "norm.weight")
 
 
-WIDER_HEADS = dataclasses.replace(TINY, heads=3, kv_heads=3, head_dim=14)
-ONE_KEY_HEAD = dataclasses.replace(TINY, heads=6, kv_heads=1, head_dim=4, layer_types=MIXED, sliding_window=7)
+WIDER_HEADS = dataclasses.replace(TINY_SHAPE, heads=3, kv_heads=3, head_dim=14)
+ONE_KEY_HEAD = dataclasses.replace(TINY_SHAPE, heads=6, kv_heads=1, head_dim=4, layer_types=MIXED, sliding_window=7)
 INDEPENDENT = SHAPES | {
     "one key head per head, wider than the width": WIDER_HEADS,
     "one key head for six": ONE_KEY_HEAD,
@@ -343,7 +329,7 @@ def test_rope_tables_are_float32_and_right_at_far_positions():
 
 
 def test_a_bfloat16_drafter_turns_by_float32_angles():
-    shape = dataclasses.replace(TINY, max_positions=8192)
+    shape = dataclasses.replace(TINY_SHAPE, max_positions=8192)
     wide, narrow = (
         random_drafter(shape, dtype=torch.float32),
         random_drafter(shape, dtype=torch.float32).to(torch.bfloat16),
@@ -409,7 +395,7 @@ def lopsided_features(count: int = 400, channels: int = 96) -> torch.Tensor:
 
 
 def test_plain_initialisation_is_normal_and_ones():
-    drafter = Drafter(TINY)
+    drafter = Drafter(TINY_SHAPE)
     initialise(drafter, seed=3, features=None)
     matrices = {name: tensor for name, tensor in drafter.state_dict().items() if tensor.dim() == 2}
     assert all(bool((tensor == 1).all()) for name, tensor in drafter.state_dict().items() if name not in matrices)
@@ -443,7 +429,7 @@ def test_initialisation_depends_on_its_seed_alone():
 def test_initialisation_is_the_same_on_a_gpu():
     states = []
     for device in ("cpu", "cuda"):
-        drafter = Drafter(TINY).to(device)
+        drafter = Drafter(TINY_SHAPE).to(device)
         initialise(drafter, seed=1, features=lopsided_features().to(device))
         states.append(drafter.state_dict())
     assert all(torch.equal(tensor, states[1][name].cpu()) for name, tensor in states[0].items())
@@ -451,7 +437,7 @@ def test_initialisation_is_the_same_on_a_gpu():
 
 def test_scaled_initialisation_fits_fc_to_the_features_and_nothing_else():
     features = lopsided_features()
-    plain, scaled = Drafter(TINY).double(), Drafter(TINY).double()
+    plain, scaled = Drafter(TINY_SHAPE).double(), Drafter(TINY_SHAPE).double()
     initialise(plain, seed=1, features=None)
     initialise(scaled, seed=1, features=features)
     for name, tensor in scaled.state_dict().items():
@@ -549,7 +535,7 @@ def test_heads_that_cannot_be_are_refused(config, words):
 
 
 def test_a_checked_state_passes_whatever_its_dtype():
-    check_tensors(random_drafter(dtype=torch.bfloat16).state_dict(), TINY, what="state")
+    check_tensors(random_drafter(dtype=torch.bfloat16).state_dict(), TINY_SHAPE, what="state")
 
 
 NOT_A_NUMBER = torch.full((32,), float("nan"))
@@ -569,6 +555,6 @@ NOT_A_NUMBER = torch.full((32,), float("nan"))
 def test_a_state_of_another_drafter_is_refused_by_the_tensors_name(tensors, words):
     state = random_drafter(dtype=torch.float32).state_dict() | tensors
     with pytest.raises(ValueError, match="^state") as refusal:
-        check_tensors({name: tensor for name, tensor in state.items() if tensor is not None}, TINY, what="state")
+        check_tensors({name: tensor for name, tensor in state.items() if tensor is not None}, TINY_SHAPE, what="state")
     assert all(word in str(refusal.value) for word in words)
     assert "\n" not in str(refusal.value)

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refused import assert_refused
 from safetensors.torch import save_file
 from tiny import CHATML, WORDS, conversations, tiny_model, tiny_target, tiny_tokenizer, write_jsonl
 
 from dflash import checkpoint
 from dflash import config as configuration
-from dflash.command import FAILED, FINISHED, REFUSED
+from dflash.command import FAILED, FINISHED
 from dflash.config import DrafterConfig, EvaluateConfig
 from dflash.conversation import Template
 from dflash.decode import Decoded, decode_plain
@@ -695,12 +696,9 @@ def mistakes(place, run_dir):
 
 @pytest.mark.parametrize("words, value, remedy", REFUSALS.values(), ids=REFUSALS)
 def test_a_mistake_is_refused_in_one_line_that_names_value_and_remedy(mistakes, capsys, words, value, remedy):
-    assert main(shlex.split(words.format(place=mistakes))) == REFUSED
+    code = main(shlex.split(words.format(place=mistakes)))
     captured = capsys.readouterr()
-    last = captured.err.splitlines()[-1]
-    assert last.startswith("dflash: ")
-    assert value.format(place=mistakes) in last
-    assert remedy.replace("{{", "{").replace("}}", "}") in last
+    assert_refused(code, captured.err, value.format(place=mistakes), remedy.replace("{{", "{").replace("}}", "}"))
     assert "Traceback" not in captured.err
     assert "prompt 1/" not in captured.err  # before anything was decoded
     assert captured.out == ""

@@ -6,28 +6,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny import TINY_SHAPE
 from transformers import AutoConfig, Qwen3Config
 
 from dflash.drafter import Drafter, Shape
 from dflash.formats import Scales, config_of, read_config, read_exported, read_tensors, understand
 
-TINY = Shape(
-    width=32,
-    vocabulary=50,
-    target_layers=8,
-    target_layer_ids=(1, 3, 5),
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    block_size=6,
-    mask_token_id=49,
-    layer_types=("full_attention",) * 3,
-    sliding_window=None,
-    rope_theta=2e5,
-    max_positions=4096,
-)
+TINY = dataclasses.replace(TINY_SHAPE, rope_theta=2e5)  # no client's default
 SLIDING = dataclasses.replace(TINY, layer_types=("sliding_attention",) * 3, sliding_window=7)
 MIXED = dataclasses.replace(
     TINY, layer_types=("sliding_attention", "full_attention", "sliding_attention"), sliding_window=7

@@ -1,4 +1,4 @@
-"""Tiny real targets and conversations for the tests: random weights, a real tokenizer, a real chat template."""
+"""Tiny real targets, a drafter's shape and conversations for the tests: random weights, real tokenizer and chat template."""
 
 import json
 import random
@@ -18,6 +18,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from dflash.drafter import Shape
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma2")
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2
@@ -39,6 +41,23 @@ Every winter the geese fly south, and every spring the children wait for them.
 How many bridges cross the river, and who built the first of them?""".splitlines()
 WORDS = sorted({word for sentence in SENTENCES for word in sentence.split()})
 ROLES = ["system", "user", "assistant"]
+TINY_SHAPE = Shape(
+    width=32,
+    vocabulary=50,
+    target_layers=8,
+    target_layer_ids=(1, 3, 5),
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    block_size=6,
+    mask_token_id=49,
+    layer_types=("full_attention",) * 3,
+    sliding_window=None,
+    rope_theta=1e4,
+    max_positions=4096,
+)
 
 
 def tiny_tokenizer(vocabulary: int = 512, *, chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
