@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash.drafter import Shape
 from dflash.objective import Blocks, make_blocks
+from dflash.shape import Shape
 
 LOSS, GRADIENT_NORM, GAMMA = 10.85762, 6.16063, 7.0
 

@@ -3,19 +3,23 @@
 <out>/<key>/
   key.json            everything that the answers depend on
   shard-*.jsonl       one line a prompt, in the order in which they ended; one file for each process that worked here
-  claims              which prompts are being answered right now: locked bytes, which the kernel frees when their holder dies
+  claims              which prompts are being answered right now, and by whom the store is in use: locked bytes, which the kernel
+                      frees when their holder dies
 """
 
 import fcntl
 import json
 import os
 import socket
+import struct
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dflash.files import sha256_of_json, write_json
 
+IN_USE = 1 << 60  # the byte of the claims file that every open store shares; no prompt's is that high
 SYNC_SECONDS = 5  # between two flushes to the disk: what a power cut, not a kill, may cost
 
 
@@ -32,8 +36,7 @@ class AnswerStore:
 
     def __enter__(self) -> "AnswerStore":
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._claims = open(self.directory / "claims", "a+b")
+            self._claims = self._open_claims()
             write_json(self.directory / "key.json", self._key)
         except OSError as error:
             raise ValueError(
@@ -41,6 +44,21 @@ class AnswerStore:
             ) from None
         self.refresh()
         return self
+
+    def _open_claims(self, tries: int = 10) -> BinaryIO:
+        """The claims file, with the mark that the store is in use."""
+        path = self.directory / "claims"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            claims = open(path, "a+b")  # noqa: SIM115 (closed by __exit__)
+            fcntl.lockf(claims, fcntl.LOCK_SH, 1, IN_USE)
+            if os.path.samestat(path.stat(), os.fstat(claims.fileno())):
+                return claims
+            claims.close()
+        except (FileExistsError, FileNotFoundError):
+            if tries <= 1:
+                raise
+        return self._open_claims(tries - 1)  # the store was set aside between two of these lines
 
     def __exit__(self, *_) -> None:
         self._claims.close()
@@ -97,6 +115,40 @@ class AnswerStore:
         self._places[record["key"]] = path, offset
         self._read_to[path] = offset + len(line)
         self.release(record["key"])
+
+
+def set_aside(root: Path, key: dict[str, Any]) -> Path | None:
+    """Renames the store of `key` to <key>.until-<UTC time> and returns that, or None where there is none.
+
+    Raises ValueError while another process has it open.
+    """
+    directory = Path(root) / sha256_of_json(key)[:16]
+    if not directory.exists():
+        return None
+    try:
+        with open(directory / "claims", "a+b") as claims:
+            try:
+                # every byte: nobody opens the store or claims a prompt meanwhile
+                fcntl.lockf(claims, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise ValueError(
+                    f"regenerate.out={root}: {directory.name} cannot be set aside, {_holder(claims)} is making answers in it; "
+                    "stop that one or wait for it"
+                ) from None
+            aside = directory.with_name(f"{directory.name}.until-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}")
+            return directory.rename(aside)
+    except OSError as error:
+        raise ValueError(
+            f"regenerate.out={root}: {directory.name} cannot be set aside ({error.strerror}); give a directory that can be written"
+        ) from None
+
+
+def _holder(claims: BinaryIO) -> str:
+    """Who holds a lock in the file."""
+    layout = "hhqqi"  # struct flock
+    asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    pid = struct.unpack(layout, fcntl.fcntl(claims, fcntl.F_GETLK, asked))[-1]
+    return f"process {pid}" if pid else "another process"
 
 
 def _key_of(path: Path, offset: int, line: bytes) -> str:

@@ -1,20 +1,50 @@
 """What every `python -m dflash.X` shares: exit codes, refusals of one line, the signals' first meaning."""
 
 import argparse
+import contextlib
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import NoReturn
 
 FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_WITH_STDIN = "--stop-with-stdin"
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, without a screen of usage before it."""
+    """Refuses in one line, without a screen of usage before it; every command's own flag is `--stop-with-stdin`."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.add_argument(
+            STOP_WITH_STDIN,
+            action=_StopWithStdin,
+            help="stop when standard input ends: for whoever supervises this process; one that dies closes it",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
+
+
+class _StopWithStdin(argparse.Action):
+    """Leaves nothing in the namespace: it is no setting of what the command does."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, *_) -> None:
+        threading.Thread(target=_stop_with_stdin, name="stdin", daemon=True).start()
+
+
+def _stop_with_stdin() -> None:
+    # not sys.stdin: its lock, held by this thread, would abort the interpreter's exit
+    with contextlib.suppress(OSError):  # closed from the start: ended as well
+        while os.read(0, 1 << 16):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def stop_at_once(*_) -> NoReturn:

@@ -254,6 +254,18 @@ class RunConfig:
     """Steps between two measurements on the held-out data; 0: only at the start and at the end."""
 
 
+@dataclass(frozen=True, kw_only=True, config=SECTION)
+class SuperviseConfig:
+    """How a run is looked after."""
+
+    stall_seconds: float = Field(default=900.0, gt=0)
+    """Longest time without a sign of life (row, log line, measurement) before the trainer is taken for hung."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times that a crashed or hung trainer is started again from its own newest checkpoint."""
+    stop_seconds: float = Field(default=300.0, gt=0)
+    """Longest wait for a trainer that was asked to stop and saves."""
+
+
 SECTIONS: dict[str, type] = {
     "target": TargetConfig,
     "data": DataConfig,
@@ -265,6 +277,7 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "evaluate": EvaluateConfig,
     "run": RunConfig,
+    "supervise": SuperviseConfig,
 }
 FLAT_FLAGS = {
     "--hs-min-ready": "stream.hs_min_ready",
@@ -287,6 +300,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     run: RunConfig = RunConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
 
 
 def parse(values: dict[str, Any], *, trains: bool = True) -> Config:
@@ -389,6 +403,11 @@ def to_values(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+def names_local_directory(target: str) -> bool:
+    """Whether a target's name means a directory, there or not, rather than a name of the hub."""
+    return target.startswith(("/", ".", "~")) or target.count("/") > 1 or os.path.exists(target)
+
+
 def with_absolute_paths(config: Config) -> Config:
     """The same run whatever directory it is started from: local paths made absolute, hub names left alone."""
 
@@ -403,7 +422,7 @@ def with_absolute_paths(config: Config) -> Config:
         ),
         data=dataclasses.replace(
             config.data,
-            path=str(absolute(config.data.path)),
+            path=str(absolute(config.data.path)) if config.data.path else "",  # a command that does not train
             heldout_path=absolute(config.data.heldout_path),
             prepared_dir=str(absolute(config.data.prepared_dir)),
         ),
@@ -468,15 +487,30 @@ def add_arguments(
 
 def from_arguments(arguments: argparse.Namespace, *, trains: bool = True) -> Config:
     """The file's values with the flags' over them, parsed. Raises ValueError."""
-    values = read_file(arguments.config) if arguments.config else {}
+    return parse(read_values(arguments.config, given(arguments)), trains=trains)
+
+
+def given(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The fields that flags give, by section."""
+    flags: dict[str, dict[str, Any]] = {}
     for key, text in vars(arguments).items():
         section, dot, name = key.partition(".")
         if dot:
-            section_values = values.setdefault(section, {})
-            if not isinstance(section_values, dict):
-                raise ValueError(f"{section} in {arguments.config} is not a mapping of fields")
-            section_values[name] = _value(text, typing.get_type_hints(SECTIONS[section])[name])
-    return parse(values, trains=trains)
+            flags.setdefault(section, {})[name] = _value(text, typing.get_type_hints(SECTIONS[section])[name])
+    return flags
+
+
+def read_values(path: str | None, overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The nested values of a file, or of none, with the fields of `overrides` over them. Raises ValueError."""
+    values = read_file(path) if path else {}
+    for section in (*values, *overrides):
+        if section not in SECTIONS:
+            raise ValueError(f"unknown key {section}; known here: {', '.join(SECTIONS)}")
+    for section, fields in overrides.items():
+        if not isinstance(values.get(section, {}), dict):
+            raise ValueError(f"{section} in {path} is not a mapping of fields")
+        values[section] = values.get(section, {}) | fields
+    return values
 
 
 def _value(text: str, hint: Any) -> Any:

@@ -1,5 +1,9 @@
 """Conversations -> samples: a file of them, tokenised once with loss masks, kept on disk and found again by content.
 
+    python -m dflash.data --config FILE [--SECTION.FIELD VALUE ...] [--rebuild] [--report FILE.json]
+
+does it ahead of a training, which then finds it. Exit codes: 0 done, 1 failed, 2 refused, 3 stopped.
+
 On disk, under `directory/<first 16 hex digits of the digest>/`:
     shard-00000.safetensors   tokens int32 and loss_mask bool of whole samples, one after the other
     index.safetensors         per sample: length, shard, start in the shard, id, line; and the supervised token ids
@@ -8,9 +12,11 @@ On disk, under `directory/<first 16 hex digits of the digest>/`:
     manifest.json             size and sha256 of the files above
 """
 
+import argparse
 import fcntl
 import json
 import shutil
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +30,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from dflash import config as configuration
+from dflash.command import FINISHED, Parser, run
+from dflash.config import Config
 from dflash.conversation import (
     DROP_REASONS,
     NO_ANCHOR,
@@ -35,7 +44,8 @@ from dflash.conversation import (
     prove,
     turns_of,
 )
-from dflash.files import sha256_of, sha256_of_json
+from dflash.files import check_writable, sha256_of, sha256_of_json, write_json
+from dflash.progress import print_summary
 
 CODE_VERSION = 1
 """Raise when the same file would give other tokens or another mask, so that no older result is found."""
@@ -88,12 +98,14 @@ def prepare(
     block_size: int,
     template_kwargs: dict[str, Any],
     directory: Path,
+    rebuild: bool = False,
 ) -> Prepared:
     """The samples of a JSONL file of conversations, tokenised once and found again by content.
 
     A line is `{"id"?, "messages": [{"role", "content", ...}], "tools"?}` or
     `{"id"?, "conversations": [{"from", "value"}]}`. Samples longer than `max_tokens` lose their end. An id that was
     used before gets `#<line>` appended; a conversation without one is named by a hash of its content.
+    `rebuild` makes them anew where they are there already.
     Memory grows by about 200 bytes a conversation while writing and 4 while reading, never by tokens.
     Raises ValueError, in one line, for what a user can mend: the file, a line of it, tokenizer, template, sizes.
     """
@@ -105,10 +117,10 @@ def prepare(
     data_sha256 = _sha256_of_data(path)
     template = Template(tokenizer, template_kwargs)
     digest = sha256_of_json([CODE_VERSION, data_sha256, template.identity, max_tokens])
-    prepared = _open(directory / digest[:16], digest)
+    prepared = None if rebuild else _open(directory / digest[:16], digest)
     if prepared is None:
         try:
-            prepared = _build(path, data_sha256, template, max_tokens, directory, digest)
+            prepared = _build(path, data_sha256, template, max_tokens, directory, digest, rebuild=rebuild)
         except OSError as error:
             raise ValueError(
                 f"data.prepared_dir={directory}: cannot keep the tokenised data there ({error.strerror}); "
@@ -121,6 +133,29 @@ def prepare(
             "end-of-turn token; lower it, raise data.max_tokens or give longer replies"
         )
     return prepared
+
+
+def prepare_configured(config: Config, tokenizer: Any, *, rebuild: bool = False) -> tuple[Prepared, Prepared | None]:
+    """The data and the held-out data of a configuration, for the target's tokenizer. Raises ValueError."""
+
+    def prepared(path: str) -> Prepared:
+        return prepare(
+            path,
+            tokenizer=tokenizer,
+            max_tokens=config.data.max_tokens,
+            block_size=config.drafter.block_size,
+            template_kwargs=config.data.template_kwargs,
+            directory=Path(config.data.prepared_dir),
+            rebuild=rebuild,
+        )
+
+    data = prepared(config.data.path)
+    if config.data.heldout_path is None:
+        return data, None
+    try:
+        return data, prepared(config.data.heldout_path)
+    except ValueError as error:  # `prepare` names the knob of the other file
+        raise ValueError(str(error).replace("data.path=", "data.heldout_path=")) from error
 
 
 # ---------------------------------------------------------------- from a file to conversations
@@ -201,12 +236,25 @@ def _open(directory: Path, digest: str) -> Prepared | None:
     return Prepared(directory, digest, lengths, seen, json.loads((directory / "report.json").read_text()))
 
 
-def _build(path: Path, data_sha256: str, template: Template, max_tokens: int, directory: Path, digest: str) -> Prepared:
+def _build(
+    path: Path,
+    data_sha256: str,
+    template: Template,
+    max_tokens: int,
+    directory: Path,
+    digest: str,
+    *,
+    rebuild: bool,
+) -> Prepared:
     """Writes the data set beside its place and renames it there; whoever comes second waits and takes the first's."""
-    place, beside = directory / digest[:16], directory / f".{digest[:16]}.partial"
+    place, beside, old = (
+        directory / digest[:16],
+        directory / f".{digest[:16]}.partial",
+        directory / f".{digest[:16]}.old",
+    )
     directory.mkdir(parents=True, exist_ok=True)
     with _lock(directory / f".{digest[:16]}.lock"):
-        prepared = _open(place, digest)
+        prepared = None if rebuild else _open(place, digest)
         if prepared is None:
             _prove_template(template, path)
             shutil.rmtree(beside, ignore_errors=True)
@@ -215,8 +263,11 @@ def _build(path: Path, data_sha256: str, template: Template, max_tokens: int, di
                 _write(path, template, max_tokens, beside, digest)
                 if _sha256_of_data(path) != data_sha256:
                     raise ValueError(f"data.path={path}: changed while it was read; start again when it is complete")
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(old, ignore_errors=True)
+                if place.exists():
+                    place.rename(old)  # a trainer may be reading it: it is gone for no longer than two renames
                 beside.rename(place)
+                shutil.rmtree(old, ignore_errors=True)
             finally:
                 shutil.rmtree(beside, ignore_errors=True)
             prepared = _open(place, digest)
@@ -358,3 +409,69 @@ class Writer:
             for file in sorted(self.directory.iterdir())
         }
         (self.directory / "manifest.json").write_text(json.dumps({"digest": digest, "files": files}, indent=2))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code. The last line on stderr is the cause when it is not 0."""
+    return run(lambda: _command(arguments), stopped="stopped; the same command starts again")
+
+
+def _command(arguments: list[str] | None) -> int:
+    parser = Parser(
+        prog="python -m dflash.data",
+        usage="%(prog)s --config FILE [--SECTION.FIELD VALUE ...] [--rebuild] [--report FILE.json]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rebuild", action="store_true", help="make it anew although it is there")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="JSON file to write: where it lies, and counts")
+    configuration.add_arguments(parser, flat={}, sections=("target", "data", "drafter"))
+    parsed = parser.parse_args(arguments)
+    if parsed.report is not None:
+        check_writable(parsed.report)
+    config = configuration.with_absolute_paths(configuration.from_arguments(parsed))
+
+    from dflash.target import load_tokenizer  # here: it brings torch, which reading a data set does without
+
+    section = config.target
+    tokenizer = load_tokenizer(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    data, heldout = prepare_configured(config, tokenizer, rebuild=parsed.rebuild)
+    if parsed.report is not None:
+        sets = {"data": data, "heldout": heldout}
+        write_json(parsed.report, {name: None if one is None else _place_of(one) for name, one in sets.items()})
+    _tell(config, data, heldout)
+    return FINISHED
+
+
+def _place_of(prepared: Prepared) -> dict[str, Any]:
+    return {"directory": str(prepared.directory), "digest": prepared.digest, "report": prepared.report}
+
+
+def _tell(config: Config, data: Prepared, heldout: Prepared | None) -> None:
+    """The one-screen summary."""
+    report = data.report
+    lines = {
+        "data": config.data.path,
+        "samples": f"{report['samples']:,} of {report['conversations']:,} conversations",
+        "tokens": f"{report['tokens']:,}, of which {report['supervised_tokens']:,} are the target's replies",
+        "longest": f"{report['longest_sample']:,} tokens; {report['longest_reply']:,} of one reply",
+        "cut": f"{report['truncated']:,} at data.max_tokens={config.data.max_tokens:,}",
+    }
+    for reason, count in report["dropped"].items():
+        lines[f"dropped, {reason}"] = f"{count:,}: {DROP_REASONS[reason]}"
+    if report["dropped"]:
+        lines["dropped"] = "line by line in dropped.jsonl"
+    if heldout is not None:
+        lines["held out"] = (
+            f"{heldout.report['samples']:,} samples of {config.data.heldout_path}, in {heldout.directory}"
+        )
+    lines["next"] = "python -m dflash.train with the same configuration"
+    print_summary(data.directory, lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

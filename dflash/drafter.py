@@ -5,7 +5,6 @@ Architecture and tensor names are those of z-lab's checkpoints (arXiv 2602.06036
 The drafter owns no embedding and no head: both are the target's, frozen.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -14,36 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash.attention import BlockAttention, sees_slot
-from dflash.config import DrafterConfig
+from dflash.shape import Shape
 
 RMS_NORM_EPS = 1e-6  # Qwen3's; the drafter is a Qwen3 stack whatever the target
 INITIALIZER_RANGE = 0.02
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The architecture, resolved: what a checkpoint records and a resume must agree with."""
-
-    width: int
-    vocabulary: int
-    target_layers: int
-    target_layer_ids: tuple[int, ...]
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    block_size: int
-    mask_token_id: int
-    layer_types: tuple[str, ...]
-    sliding_window: int | None
-    rope_theta: float
-    max_positions: int
-
-    @property
-    def windows(self) -> list[int | None]:
-        """Per layer: the window of a sliding layer, None for a full one."""
-        return [self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -251,44 +224,6 @@ def initialise(drafter: Drafter, *, seed: int, features: torch.Tensor | None) ->
             drafter.fc.weight.copy_((rows - (rows @ mean)[:, None] * mean) / deviation)
 
 
-def resolve_shape(
-    config: DrafterConfig,
-    *,
-    target_config,
-    width: int,
-    vocabulary: int,
-    target_layers: int,
-    target_layer_ids: list[int],
-    mask_token_id: int,
-) -> Shape:
-    """The drafter's architecture: what the configuration leaves open comes from the target's text config. Raises ValueError."""
-    heads = config.heads or target_config.num_attention_heads
-    kv_heads = config.kv_heads or (min(heads, getattr(target_config, "num_key_value_heads", None) or heads))
-    head_dim = config.head_dim or getattr(target_config, "head_dim", None) or width // heads
-    intermediate = config.intermediate_size or getattr(target_config, "intermediate_size", None) or 4 * width
-    if heads % kv_heads:
-        raise ValueError(f"drafter.heads={heads} is not a multiple of drafter.kv_heads={kv_heads}; change one of them")
-    if head_dim % 2:
-        raise ValueError(f"drafter.head_dim={head_dim} is odd; rotary embedding turns pairs, give an even width")
-    return Shape(
-        width=width,
-        vocabulary=vocabulary,
-        target_layers=target_layers,
-        target_layer_ids=tuple(target_layer_ids),
-        layers=config.layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate,
-        block_size=config.block_size,
-        mask_token_id=mask_token_id,
-        layer_types=tuple(config.layer_types or ["full_attention"] * config.layers),
-        sliding_window=config.sliding_window,
-        rope_theta=config.rope_theta,
-        max_positions=target_config.max_position_embeddings,
-    )
-
-
 def check_tensors(state: dict[str, torch.Tensor], shape: Shape, *, what: str) -> None:
     """Refuses a state with a missing, a stray, a misshapen or a non-finite tensor: serving engines load such a one in silence."""
     with torch.device("meta"):
@@ -304,11 +239,3 @@ def check_tensors(state: dict[str, torch.Tensor], shape: Shape, *, what: str) ->
             )
         if not bool(state[name].isfinite().all()):
             raise ValueError(f"{what}: {name} holds a value that is not finite")
-
-
-def parameter_count(shape: Shape) -> int:
-    """Trainable parameters of a drafter of this shape; nothing is allocated, however large it is."""
-    per_head = shape.heads + shape.kv_heads
-    attention = 2 * shape.width * per_head * shape.head_dim + 2 * shape.head_dim
-    layer = attention + 3 * shape.width * shape.intermediate_size + 2 * shape.width
-    return len(shape.target_layer_ids) * shape.width**2 + 2 * shape.width + shape.layers * layer

@@ -19,7 +19,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import shlex
 import sys
 import threading
@@ -36,13 +35,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash import config as configuration
-from dflash.command import FAILED, FINISHED, Parser, run
+from dflash.command import FAILED, FINISHED, STOP_WITH_STDIN, Parser, run
 from dflash.config import Config, EvaluateConfig
 from dflash.conversation import DROP_REASONS, Template, Unusable
 from dflash.decode import Decoded, Decoder, check_lengths, decode_plain
 from dflash.drafter import Drafter
 from dflash.export import load_drafter
-from dflash.files import sha256_of, write_json
+from dflash.files import check_writable, sha256_of, write_json
 from dflash.progress import ProgressLine
 from dflash.prompt_file import PROMPT_DROP_REASONS, Prompt, prompt_of, rows
 from dflash.run_dir import package_versions
@@ -116,7 +115,7 @@ def evaluate(arguments: list[str]) -> int:
 
     measured = measure(target, drafters, prompts, template, config.evaluate)
     result = {
-        "command": shlex.join(["python", "-m", "dflash.evaluate", *arguments]),
+        "command": shlex.join(["python", "-m", "dflash.evaluate", *(w for w in arguments if w != STOP_WITH_STDIN)]),
         "target": target.identity(),
         **dict(zip(DRAFTERS, origins, strict=False)),
         "settings": _settings(config, target, drafters),
@@ -172,9 +171,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     for path in (parsed.drafter, parsed.against):
         if path is not None and not path.is_dir():
             raise ValueError(f"{path}: no such directory; give a checkpoint (step-XXXXXXXX) or an exported drafter")
-    for path in (parsed.out, parsed.plot):  # now, not after an hour
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise ValueError(f"{path}: cannot be written; give a file in a directory that is there")
+    for path in (parsed.out, parsed.plot):
+        if path is not None:
+            check_writable(path)
     own = parsed.drafter.resolve().parent.parent / "config.json"
     if parsed.config is None and parsed.drafter.resolve().parent.name == "checkpoints" and own.exists():
         parsed.config = str(own)

@@ -1,6 +1,7 @@
 """From a checkpoint to a directory that vLLM, SGLang and others serve.
 
   python -m dflash.export runs/NAME-0001/checkpoints/step-00001000
+  python -m dflash.export --describe DIRECTORY --evaluation FILE
   python -m dflash.export --verify DIRECTORY --target T
 
 runs/NAME-0001/export/step-00001000/
@@ -31,10 +32,11 @@ from dflash import checkpoint as checkpoints
 from dflash import config as configuration
 from dflash import run_dir as runs
 from dflash.command import FAILED, FINISHED, Parser, run
-from dflash.drafter import Drafter, Shape, check_tensors, parameter_count
-from dflash.files import flush, sha256_of
+from dflash.drafter import Drafter, check_tensors
+from dflash.files import flush, replaced, sha256_of
 from dflash.formats import Scales, config_of, read_config, read_tensors, shape_of, understand
 from dflash.progress import print_summary
+from dflash.shape import Shape, parameter_count
 from dflash.target import Target, load_configured, load_target, tokenizer_hashes
 from dflash.verify import (
     CARD,
@@ -76,6 +78,8 @@ def _command(arguments: list[str]) -> int:
     parsed = _parse(arguments)
     if parsed.verify is not None:
         return _verify(parsed)
+    if parsed.describe is not None:
+        return _describe(parsed.describe, parsed.evaluation)
     if parsed.checkpoint is None:
         raise ValueError(
             "no checkpoint is named; give a run's step-XXXXXXXX directory, or --verify DIRECTORY --target T"
@@ -105,6 +109,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m dflash.export",
         usage="%(prog)s CHECKPOINT [--out DIR] [--format zlab|speculators] [--dtype bfloat16|float32] [--evaluation FILE]\n"
+        "       %(prog)s --describe DIR --evaluation FILE\n"
         "       %(prog)s --verify DIR --target T [--target.FIELD VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -121,11 +126,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--evaluation", type=Path, metavar="FILE", help="JSON of python -m dflash.evaluate, for the model card"
     )
+    parser.add_argument(
+        "--describe",
+        type=Path,
+        metavar="DIR",
+        help="put what was measured into the model card of an export that has none",
+    )
     parser.add_argument("--verify", type=Path, metavar="DIR", help="check an exported drafter instead")
     configuration.add_arguments(parser, flat={"--target": "target.name"}, sections=("target",))
     parsed = parser.parse_args(arguments)
-    if parsed.verify is not None and parsed.checkpoint is not None:
-        raise ValueError(f"--verify {parsed.verify} and checkpoint {parsed.checkpoint}: give one of them")
+    named = {"checkpoint": parsed.checkpoint, "--describe": parsed.describe, "--verify": parsed.verify}
+    given = [f"{name} {path}" for name, path in named.items() if path is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: give one of them")
+    if parsed.describe is not None and parsed.evaluation is None:
+        raise ValueError("--evaluation is not set; give the JSON of python -m dflash.evaluate on that export")
     return parsed
 
 
@@ -143,6 +158,25 @@ def _verify(parsed: argparse.Namespace) -> int:
         print(f"dflash: {count} in {directory}", file=sys.stderr)
         return FAILED
     print(f"{directory}: no problem found")
+    return FINISHED
+
+
+def _describe(directory: Path, evaluation: Path) -> int:
+    """A card that has figures keeps them: the export may be registered, with the checksum of its card."""
+    directory = directory.absolute()
+    config_at(directory)
+    record = read_record(directory)
+    if record is None:
+        raise ValueError(f"{directory}: {RECORD} is missing; export the checkpoint anew")
+    measured = read_evaluation(evaluation)
+    _check_measured(measured, record, evaluation)
+    if (directory / CARD).read_text(encoding="utf-8") == card(record, None):
+        with replaced(directory / CARD) as file:
+            file.write(card(record, measured))
+        with replaced(directory / SUMS) as file:
+            file.write(_sums_of(directory))
+        flush(directory)
+    print(f"{directory}: {CARD} has what was measured")
     return FINISHED
 
 
@@ -198,8 +232,7 @@ def export(
         for name, value in (("config.json", config), (RECORD, record)):
             (partial / name).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
         (partial / CARD).write_text(card(record, measured), encoding="utf-8")
-        lines = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
-        (partial / SUMS).write_text("".join(lines))
+        (partial / SUMS).write_text(_sums_of(partial))
         for path in (*partial.iterdir(), partial):
             flush(path)
         os.rename(partial, out)
@@ -208,6 +241,12 @@ def export(
         raise
     flush(out.parent)
     return record
+
+
+def _sums_of(directory: Path) -> str:
+    """What SHA256SUMS says of all other files."""
+    files = [path for path in sorted(directory.iterdir()) if path.name != SUMS and not path.name.startswith(".")]
+    return "".join(f"{sha256_of(path)}  {path.name}\n" for path in files)
 
 
 def checkpoint_at(path: Path) -> Path:

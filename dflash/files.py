@@ -25,6 +25,12 @@ def write_json(path: Path, value: Any) -> None:
         file.write(text)
 
 
+def check_writable(path: Path) -> None:
+    """Raises ValueError where no file can be written at `path`: now, not after an hour."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path}: cannot be written; give a file in a directory that is there")
+
+
 def flush(path: Path) -> None:
     """Has a file, or the names in a directory, on the disk when it returns."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from dflash.drafter import INITIALIZER_RANGE, RMS_NORM_EPS, Shape, check_tensors
+from dflash.drafter import INITIALIZER_RANGE, RMS_NORM_EPS, check_tensors
+from dflash.shape import Shape
 
 ARCHITECTURE = "DFlashDraftModel"  # the only name that SGLang, vLLM, llama.cpp and speculators all know
 FULL, SLIDING = "full_attention", "sliding_attention"

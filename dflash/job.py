@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from dflash.config import Config
 from dflash.data import Prepared
-from dflash.drafter import Drafter, Shape
+from dflash.drafter import Drafter
 from dflash.evaluate import Prompts
 from dflash.objective import Head
+from dflash.shape import Shape
 from dflash.target import Target
 
 

@@ -1,5 +1,6 @@
 """Pictures of what was measured, as PNG files; no display and no global state of matplotlib."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,63 @@ def acceptance(path: str | Path, measured: Mapping[str, Mapping[str, Mapping[str
     _bars(taus, measured, sets)
     figure.suptitle(title)
     figure.savefig(path, format="png")
+
+
+def training(
+    path: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    heldout: Sequence[Mapping[str, Any]],
+    evaluation: Sequence[Mapping[str, Any]],
+    *,
+    edges: Sequence[int],
+    depth: int,
+    title: str,
+) -> None:
+    """A PNG of a run so far, from the rows of its files: loss, tau, queue fill and length mix over its steps.
+
+    `edges` are the upper bounds of the length buckets in tokens, `depth` is what the queue holds at most.
+    """
+    figure, (losses, taus, fill, mix) = _figure(width_inches=20.0, panels=4)
+    steps = [row["step"] for row in rows]
+    for axes, name in ((losses, "loss"), (taus, "tau")):
+        values = [row[name] for row in rows]
+        axes.plot(steps, values, color=COLOURS[0], alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _smooth(values), color=COLOURS[0], label="training")
+        if heldout:
+            axes.plot(
+                [row["step"] for row in heldout],
+                [row[name] for row in heldout],
+                "o-",
+                color=COLOURS[1],
+                label="held-out",
+            )
+        axes.set(title=name, xlabel="step")
+    if evaluation:
+        decoded = [(row["step"], row["eval/tau"]) for row in evaluation if row["eval/tau"] is not None]
+        taus.plot(*zip(*decoded, strict=True), "D", color=COLOURS[2], label="real decoding")
+    taus.set(ylabel="tokens per target forward")
+    fill.plot(steps, [row["hs_samples"] for row in rows], color=COLOURS[0], linewidth=0.8)
+    fill.axhline(depth, color="grey", linestyle=":", linewidth=1)
+    fill.set(title=f"queue: samples of {depth}", xlabel="step", ylim=(0, 1.05 * depth))
+    names = [f"{low + 1}-{high}" for low, high in zip((0, *edges), edges, strict=False)] + [f"> {edges[-1]}"]
+    shares = [_smooth([row["hs_mix"][bucket] for row in rows]) for bucket in range(len(names))]
+    mix.stackplot(
+        steps, shares, labels=names, colors=[COLOURS[at % len(COLOURS)] for at in range(len(names))], alpha=0.8
+    )
+    mix.set(title="length mix of the steps (tokens)", xlabel="step", ylim=(0, 1))
+    for axes in (losses, taus, mix):
+        axes.legend(frameon=False, fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, format="png")
+
+
+def _smooth(values: Sequence[float | None]) -> list[float]:
+    """Means over the last twentieth of all values; one that is missing is left out."""
+    width = max(1, len(values) // 20)
+    kept = [
+        [value for value in values[max(0, at - width + 1) : at + 1] if value is not None] for at in range(len(values))
+    ]
+    return [sum(some) / len(some) if some else math.nan for some in kept]
 
 
 def _bars(axes: Axes, measured: Mapping[str, Mapping[str, Mapping[str, Any]]], sets: list[str]) -> None:

@@ -1,6 +1,7 @@
 """The target's own answers to prompts, kept as they end: what a drafter must learn from.
 
     python -m dflash.regenerate --prompts FILE --target T --out DIR [--config FILE] [--SECTION.FIELD VALUE ...]
+                                [--refresh] [--report FILE.json]
 
     DIR/<key>/                       key: target, chat template, system prompt, sampling, lengths, seed; not the prompts
       shard-*.jsonl, claims          every prompt's answer (answer_store.py): never made twice
@@ -8,7 +9,8 @@
         conversations.jsonl          in the file's order; data.path for training
         dropped.jsonl, report.json, lengths.png
 
-The same command started again, or at the same time elsewhere, does only what is missing.
+The same command started again, or at the same time elsewhere, does only what is missing. With --refresh all answers are made anew;
+the ones before stay as DIR/<key>.until-<time>.
 Exit codes: 0 all answered, 1 failed, 2 refused before any work, 3 stopped; what is answered stays.
 """
 
@@ -29,13 +31,13 @@ import numpy as np
 
 from dflash import config as configuration
 from dflash import prompt_file
-from dflash.answer_store import AnswerStore
+from dflash.answer_store import AnswerStore, set_aside
 from dflash.answers import LENGTH, REFUSED, Answer, Request, Source
 from dflash.command import FINISHED, Parser, run
 from dflash.config import Config
 from dflash.conversation import DROP_REASONS, Template, Unusable
 from dflash.endpoint import Endpoint
-from dflash.files import replaced, sha256_of_json, write_json
+from dflash.files import check_writable, replaced, sha256_of_json, write_json
 from dflash.generation import LocalSource
 from dflash.plots import histogram
 from dflash.progress import ProgressLine, print_summary
@@ -65,20 +67,31 @@ ALL_DROP_REASONS = (
 # ---------------------------------------------------------------- the command, in order
 
 
-def regenerate(config: Config) -> int:
-    """Answers what is missing, then writes what the prompt file comes to."""
+def regenerate(config: Config, *, refresh: bool = False, report_file: Path | None = None) -> int:
+    """Answers what is missing, or everything anew, then writes what the prompt file comes to."""
     section = config.regenerate
     if section.prompts is None:
         raise ValueError("regenerate.prompts is not set; name the file: --prompts FILE")
     prompts = read_index(Path(section.prompts), system=section.system_prompt)  # before the minutes that a target takes
+    if report_file is not None:
+        check_writable(report_file)
     source, template = _source(config)
-    with AnswerStore(Path(section.out), _key(config, source, template)) as store:
+    key = _key(config, source, template)
+    aside = set_aside(Path(section.out), key) if refresh else None
+    with AnswerStore(Path(section.out), key) as store:
         missing = [entry for entry in prompts.entries if entry.key not in store]
         work, done = Work(missing, prompts, template, store, section.cut_replies), len(prompts.entries) - len(missing)
         with ProgressLine("prompt", len(prompts.entries), done) as progress:
+            if aside is not None:
+                progress.say(f"the answers until now are set aside: {aside}")
             progress.say(f"{store.directory}: {len(prompts.entries):,} prompts, {len(missing):,} of them to answer")
             here = answer(work, source, done=done, progress=progress)
-        tell(prompts, store, write_result(prompts, store, here))
+        report = write_result(prompts, store, here)
+        if report_file is not None:
+            directory = result_directory(prompts, store).absolute()
+            places = {"conversations": str(directory / "conversations.jsonl"), "directory": str(directory)}
+            write_json(report_file, places | {"report": report})
+        tell(prompts, store, report)
     return FINISHED
 
 
@@ -351,9 +364,14 @@ def answer(work: Work, source: Source, *, done: int, progress: ProgressLine) -> 
 # ---------------------------------------------------------------- what came out
 
 
+def result_directory(prompts: Index, store: AnswerStore) -> Path:
+    """Where what a prompt file comes to is kept."""
+    return store.directory / f"prompts-{prompts.digest[:8]}"
+
+
 def write_result(prompts: Index, store: AnswerStore, here: dict[str, float]) -> dict[str, Any]:
     """conversations.jsonl, dropped.jsonl, report.json and lengths.png of a prompt file that is answered; the report."""
-    directory = store.directory / f"prompts-{prompts.digest[:8]}"
+    directory = result_directory(prompts, store)
     directory.mkdir(exist_ok=True)
     dropped, lengths, finish_reasons = list(prompts.unusable), list[int](), Counter[str]()
     prompt_tokens = kept = 0
@@ -399,7 +417,7 @@ def write_result(prompts: Index, store: AnswerStore, here: dict[str, float]) -> 
 
 def tell(prompts: Index, store: AnswerStore, report: dict[str, Any]) -> None:
     """The one-screen summary."""
-    directory, here = store.directory / f"prompts-{prompts.digest[:8]}", report["this_process"]
+    directory, here = result_directory(prompts, store), report["this_process"]
     counts = ", ".join(f"{count:,} {reason}" for reason, count in report["finish_reasons"].items())
     lines = {
         "kept": f"{report['conversations']:,} conversations of {report['prompts']:,} prompts",
@@ -433,8 +451,16 @@ def main(arguments: list[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        parser.add_argument(
+            "--refresh", action="store_true", help="make all answers anew; the ones before are set aside"
+        )
+        parser.add_argument(
+            "--report", type=Path, metavar="FILE", help="JSON file to write: where the result lies, and counts"
+        )
         configuration.add_arguments(parser, flat=FLAGS, sections=("target", "data", "regenerate"))
-        return regenerate(configuration.from_arguments(parser.parse_args(arguments), trains=False))
+        parsed = parser.parse_args(arguments)
+        config = configuration.from_arguments(parsed, trains=False)
+        return regenerate(config, refresh=parsed.refresh, report_file=parsed.report)
 
     return run(body, stopped="stopped; what is answered stays, and the same command goes on")
 

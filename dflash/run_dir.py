@@ -1,9 +1,10 @@
-"""The run directory: made exclusively, written by its trainer alone, read by everyone else.
+"""The run directory: made exclusively, written by its trainer alone (while it lives), read by everyone else.
 
 runs/<name>-0007/
   config.json        the whole configuration, frozen
   provenance.json    code, packages, target, data, parent run
   status.json        state, pid, host, step, reason; replaced atomically
+  .lock              held by its trainer, whose pid is in it
   metrics.jsonl      one row per step (metrics.py)
   trainer.log
   checkpoints/       checkpoint.py
@@ -20,15 +21,16 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dflash import config as configuration
 from dflash.config import Config
 from dflash.files import write_json
 
 PACKAGES = ("dflash-stream", "torch", "transformers", "safetensors", "tokenizers", "numpy")
+LOOK_SECONDS = 1.0  # far longer than anybody but a trainer holds a run directory
 
 
 def create_run(config: Config) -> Path:
@@ -76,18 +78,89 @@ def read_config(run_dir: Path) -> Config:
 def only_trainer(run_dir: Path) -> Iterator[None]:
     """Holds the run directory: two trainers never write one. The kernel lets go when the process dies. Raises ValueError."""
     try:
-        file = open(run_dir / ".lock", "a")  # noqa: SIM115 (closed below)
+        file = open(run_dir / ".lock", "a+")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ValueError(f"{run_dir}: {error.strerror}; give a run directory that can be written") from None
     with file as lock:
+        if not _taken(lock, fcntl.LOCK_EX):
+            owner = _pid_in(lock) or read_status(run_dir).get("pid")
+            raise ValueError(f"{run_dir} is being trained by process {owner}; stop that one or start a new run")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            print(os.getpid(), file=lock, flush=True)
+            yield
+        finally:
+            lock.truncate(0)
+
+
+def trainer_of(run_dir: Path) -> int | None:
+    """Pid of the process that trains in a run directory now; None where nobody does.
+
+    The lock decides: a pid that a killed trainer left behind may be another process by now, so the one that is returned has the
+    lock's file open. Raises ValueError where the lock is held and its holder cannot be seen from here.
+    """
+    if not (run_dir / ".lock").exists():
+        return None
+    deadline = time.monotonic() + LOOK_SECONDS
+    with open(run_dir / ".lock") as lock:
+        while not _taken(lock, fcntl.LOCK_SH, seconds=0):
+            pid = _pid_in(lock)
+            if pid is not None and _has_open(pid, os.fstat(lock.fileno())):
+                return pid
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{run_dir} is held by a process that cannot be seen from here (another container or machine, or "
+                    "another user's); look for it there"
+                )
+            time.sleep(0.01)
+    return None
+
+
+LIVING = ("created", "starting", "running")  # states of a trainer that has not said how it ended
+
+
+def declare_crashed(run_dir: Path, reason: str, *, states: Collection[str] = LIVING) -> bool:
+    """Writes that a run crashed, for a trainer that can no longer say so; whether it did.
+
+    Only where nobody trains and the last status is one of `states`; all else that it says stays, the dead one's pid too.
+    """
+    with open(run_dir / ".lock", "a") as lock:
+        if not _taken(lock, fcntl.LOCK_EX):
+            return False
+        status = read_status(run_dir)
+        if status.get("state") not in states:
+            return False
+        write_json(run_dir / "status.json", status | {"state": "crashed", "reason": reason, "time": time.time()})
+    return True
+
+
+def _taken(lock: IO, kind: int, seconds: float = LOOK_SECONDS) -> bool:
+    """Whether the lock is this process' now; a trainer holds it for long, whoever looks at it for a moment."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
-            owner = read_status(run_dir).get("pid")
-            raise ValueError(
-                f"{run_dir} is being trained by process {owner}; stop that one or start a new run"
-            ) from None
-        yield
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+
+
+def _pid_in(lock: IO) -> int | None:
+    lock.seek(0)
+    text = lock.read().strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    """Whether a process has this file open."""
+    with contextlib.suppress(OSError):  # no such process, or another user's
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(descriptor.stat(), file):
+                    return True
+    return False
 
 
 @contextlib.contextmanager
@@ -98,7 +171,8 @@ def _locked(path: Path, mode: str) -> Iterator[Any]:
 
 
 def write_status(run_dir: Path, *, state: str, step: int, reason: str | None = None, **more: Any) -> None:
-    """Replaces status.json. States: created, starting, running, finished, stopped, failed, refused.
+    """Replaces status.json. States: created, starting, running, finished, stopped, failed, refused; and crashed, which a dead
+    trainer cannot write: `declare_crashed` does.
 
     `best`, the checkpoint that decoded best, stays what it was unless it is given.
     """

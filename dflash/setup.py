@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,22 @@ from dflash.batches import make_batch
 from dflash.checkpoint import Checkpoint
 from dflash.config import Config
 from dflash.conversation import Template
-from dflash.data import Prepared, prepare
+from dflash.data import Prepared, prepare_configured
 from dflash.decode import prove_rollback
-from dflash.drafter import Drafter, Shape, check_tensors, initialise, parameter_count, resolve_shape
+from dflash.drafter import Drafter, check_tensors, initialise
 from dflash.evaluate import Prompts, check_prompts, read_prompts
 from dflash.files import write_json
 from dflash.formats import read_exported
 from dflash.hs_queue import Sample, check_limits, production_order
 from dflash.job import Job, autocast, embed, samples_of
+from dflash.machine import check_data_files, check_disk, queue_bytes
 from dflash.objective import Head, head_loss, sample_anchors
 from dflash.proofs import prove_drafter
+from dflash.shape import Shape, parameter_count, resolve_shape
 from dflash.target import Target, load_configured, resolve_mask_token, usable_device
 
 CALIBRATION_SAMPLES = 16  # whose features the scaled initialisation is fitted to
 FIT_SLOTS, FIT_STEPS, FIT_LR = 256, 15, 0.1  # of the final norm: 4 CPU seconds on SmolLM2, and more gained nothing
-CHECKPOINT_BYTES = 12  # a parameter: float32 weight and two moments
 
 log = logging.getLogger("dflash")
 
@@ -42,9 +42,7 @@ def set_up(config: Config, run_dir: Path) -> Job:
     # what costs nothing to find out comes before the minutes that a large target takes to load
     start = _starting_point(config, run_dir)
     device = _drafter_device(config.drafter.device)
-    for knob, path in (("data.path", config.data.path), ("data.heldout_path", config.data.heldout_path)):
-        if path is not None and not Path(path).exists():
-            raise ValueError(f"{knob}={path}: no such file; give a JSONL file of conversations")
+    check_data_files(config)
 
     log.info("loading target %s", config.target.name)
     targets = [load_configured(config.target, device=device) for device in config.target.devices]
@@ -63,8 +61,10 @@ def set_up(config: Config, run_dir: Path) -> Job:
     )
 
     log.info("preparing data %s", config.data.path)
-    data = _prepare(config, target, config.data.path)
-    heldout = None if config.data.heldout_path is None else _prepare_heldout(config, target, config.data.heldout_path)
+    data, heldout = prepare_configured(config, target.tokenizer)
+    for path, prepared in ((config.data.path, data), (config.data.heldout_path, heldout)):
+        if prepared is not None:
+            _log_report(path, prepared)
     if mask_token_id in data.seen:
         raise ValueError(
             f"drafter.mask_token_id={mask_token_id} occurs in the replies of {config.data.path}; "
@@ -72,8 +72,8 @@ def set_up(config: Config, run_dir: Path) -> Job:
         )
     if start is not None:
         _check_agreement(start, shape, identity, data)
-    queue_bytes = _check_queue(config, target, data)
-    _check_disk(config, shape, data, run_dir)
+    max_queue_bytes = _check_queue(config, target, data)
+    check_disk(config, shape, run_dir, samples=len(data))
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     embedding, head = _frozen(target, device)
@@ -93,7 +93,7 @@ def set_up(config: Config, run_dir: Path) -> Job:
         embedding=embedding,
         head=head,
         loss_head=head.restricted(seen) if config.objective.vocabulary == "seen" else head,
-        queue_bytes=queue_bytes,
+        queue_bytes=max_queue_bytes,
         total_steps=0,
         started_from=0,
         drafter=drafter,
@@ -144,21 +144,12 @@ def set_up(config: Config, run_dir: Path) -> Job:
 # ---------------------------------------------------------------- the parts
 
 
-def _prepare(config: Config, target: Target, path: str) -> Prepared:
-    prepared = prepare(
-        path,
-        tokenizer=target.tokenizer,
-        max_tokens=config.data.max_tokens,
-        block_size=config.drafter.block_size,
-        template_kwargs=config.data.template_kwargs,
-        directory=Path(config.data.prepared_dir),
-    )
+def _log_report(path: str | None, prepared: Prepared) -> None:
     report = prepared.report
     dropped = ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items())
     log.info("%s: %d samples, %d tokens, %d cut", path, len(prepared), report["tokens"], report["truncated"])
     if dropped:
         log.warning("dropped: %s; line by line in %s", dropped, prepared.directory / "dropped.jsonl")
-    return prepared
 
 
 def _prompts(job: Job) -> Prompts:
@@ -169,13 +160,6 @@ def _prompts(job: Job) -> Prompts:
     check_prompts(prompts, template, section, target, [job.drafter])
     prove_rollback(target)
     return prompts
-
-
-def _prepare_heldout(config: Config, target: Target, path: str) -> Prepared:
-    try:
-        return _prepare(config, target, path)
-    except ValueError as error:  # `prepare` names the knob of the other file
-        raise ValueError(str(error).replace("data.path=", "data.heldout_path=")) from error
 
 
 def _drafter_device(device: str) -> torch.device:
@@ -339,12 +323,7 @@ def _provenance(job: Job) -> dict[str, Any]:
 
 def _check_queue(config: Config, target: Target, data: Prepared) -> int:
     """The queue's limit in bytes, refused when samples cannot get through or the memory is not there."""
-    free = free_memory_bytes()
-    limit = config.stream.hs_queue_bytes or free // 2
-    if limit > free:
-        raise ValueError(
-            f"stream.hs_queue_bytes={limit} exceeds the {free} bytes of memory that are free; lower it (none: half of them)"
-        )
+    limit = queue_bytes(config)
     check_limits(
         data.lengths,
         bytes_per_token=len(target.layer_ids) * target.width * target.dtype.itemsize,
@@ -353,30 +332,3 @@ def _check_queue(config: Config, target: Target, data: Prepared) -> int:
         max_bytes=limit,
     )
     return limit
-
-
-def free_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or less where its control group says so."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:  # no control group, or the older kind
-        return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
-
-
-def _check_disk(config: Config, shape: Shape, data: Prepared, run_dir: Path) -> None:
-    section = config.checkpoint
-    steps = config.run.epochs * math.ceil(len(data) / config.optim.samples_per_step)
-    steps = min(steps, config.run.max_steps or steps)
-    count = 1 + (steps // section.every_steps if section.every_steps else 0)
-    # the new one is complete before the oldest goes, and the best one never goes
-    count = min(count, (section.keep or count) + 1 + bool(config.evaluate.during_training))
-    each, free = CHECKPOINT_BYTES * parameter_count(shape), shutil.disk_usage(run_dir).free
-    if count * each > free:
-        raise ValueError(
-            f"{run_dir}: {count} checkpoints x {each} bytes = {count * each} do not fit the {free} bytes free on its disk; "
-            "make room, set checkpoint.keep or raise checkpoint.every_steps"
-        )

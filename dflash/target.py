@@ -26,7 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from dflash.config import TargetConfig
+from dflash.config import TargetConfig, names_local_directory
+from dflash.shape import chosen_layers
 
 PROOF_TOKENS = (33, 21, 8)  # S of each probe: different, so that a group of them is padded
 # Largest mean difference of two ways to one vector, relative to its norm. Rounding alone reaches 1e-6 in float32 and
@@ -34,50 +35,6 @@ PROOF_TOKENS = (33, 21, 8)  # S of each probe: different, so that a group of the
 # In float64 too, for models round to float32 inside: every norm, and the softmax of eager attention.
 PROOF_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 IDENTITY_VALUES = 1024  # values per tensor that identity() hashes: milliseconds for an 8B target
-
-
-def layer_ids(target_layers: int, captured: int) -> list[int]:
-    """The ids of the target layers to capture, ascending, 0-based: id i means the output of decoder layer i.
-
-    The paper's rule (arXiv 2602.06036): evenly from the second to the third-to-last layer,
-    round(1 + i (N - 4) / (K - 1)), halves to even as Python rounds; N // 2 for a single one.
-    Where a small target has fewer than K layers in that range, they are spread over 0 .. N-2 instead.
-    The last layer is never among them: some engines hand out its state before the final norm, others after it.
-    """
-    if captured < 1:
-        raise ValueError(f"target.captured_layers={captured}: at least one layer must feed the drafter")
-    if target_layers < 2:
-        raise ValueError(
-            f"target: it has {target_layers} decoder layer; at least 2 are needed, because the last layer's output "
-            "cannot be captured (engines differ on whether it is taken before or after the final norm)"
-        )
-    if captured > target_layers - 1:
-        raise ValueError(
-            f"target.captured_layers={captured}: this target of {target_layers} layers has {target_layers - 1} to "
-            f"capture (0 to {target_layers - 2}, never the last); lower it"
-        )
-    if captured == 1:
-        return [min(target_layers // 2, target_layers - 2)]
-    first, last = (1, target_layers - 3) if captured <= target_layers - 3 else (0, target_layers - 2)
-    return [round(first + i * (last - first) / (captured - 1)) for i in range(captured)]
-
-
-def check_layer_ids(ids: Sequence[int], target_layers: int) -> list[int]:
-    """`ids` as a list, if they are distinct, ascending and within 0 .. N-2; else a ValueError with the range."""
-    wanted = f"give distinct, ascending ids within 0 to {target_layers - 2}"
-    value = f"target.layer_ids={list(ids)}"
-    if not ids:
-        raise ValueError(f"{value}: empty; {wanted}")
-    for layer_id in ids:
-        if layer_id == target_layers - 1:
-            raise ValueError(
-                f"{value}: {layer_id} is the last layer, which engines capture before or after the final norm; {wanted}"
-            )
-        if not 0 <= layer_id < target_layers:
-            raise ValueError(f"{value}: this target of {target_layers} layers has no layer {layer_id}; {wanted}")
-    if list(ids) != sorted(set(ids)):
-        raise ValueError(f"{value}: not ascending or not distinct; {wanted}")
-    return list(ids)
 
 
 class _Captured(Exception):
@@ -299,7 +256,7 @@ def load_target(
     config = _config(name, origin)
     tokenizer = _tokenizer(name, origin)
     text_config = config.get_text_config(decoder=True)
-    ids = _chosen_layers(text_config.num_hidden_layers, layer_ids, captured_layers)
+    ids = chosen_layers(text_config.num_hidden_layers, layer_ids, captured_layers)
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"
     model = _model(name, origin | {"dtype": getattr(torch, dtype), "device_map": device_map}, attention)
@@ -429,7 +386,7 @@ def usable_device(device: str, *, knob: str) -> torch.device:
 
 
 def _config(name: str, origin: dict) -> PreTrainedConfig:
-    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+    looks_local = names_local_directory(name)
     if looks_local and not Path(name).is_dir():
         raise ValueError(f"target.name={name}: no such directory; give one that save_pretrained wrote, or a hub name")
     if looks_local and not (Path(name) / "config.json").is_file():
@@ -497,10 +454,6 @@ def _model(name: str, arguments: dict, attention: str | None) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(" :")
-
-
-def _chosen_layers(target_layers: int, explicit: Sequence[int] | None, captured: int) -> list[int]:
-    return layer_ids(target_layers, captured) if explicit is None else check_layer_ids(explicit, target_layers)
 
 
 def _decoder_layers(name: str, decoder: nn.Module, config: PreTrainedConfig) -> nn.ModuleList:

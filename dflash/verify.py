@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dflash.drafter import Drafter, Shape
+from dflash.drafter import Drafter
 from dflash.files import sha256_of
 from dflash.formats import (
     ARCHITECTURE,
@@ -33,6 +33,7 @@ from dflash.formats import (
     shape_of,
     understand,
 )
+from dflash.shape import Shape
 from dflash.target import Target, resolve_mask_token, tokenizer_hashes
 
 RECORD, SUMS, CARD = "dflash.json", "SHA256SUMS", "README.md"

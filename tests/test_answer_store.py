@@ -12,13 +12,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash.answer_store import AnswerStore
+from dflash.answer_store import AnswerStore, set_aside
 
 KEY: dict[str, Any] = {"target": {"name": "tiny", "layers": 2}, "temperature": 0.0, "system_prompt": None}
 TEXTS = ["plain", "Zwölf\nZeilen\r\n", "\u2028\x00\x7f", "京🚲", "\ud800 alone", '"\\"', "", "x" * 5000]
@@ -92,6 +92,22 @@ def enter_often(root: str, begin: str) -> None:
             pass
 
 
+def idle_in(root: str) -> None:
+    """Has the store open and answers nothing, until killed."""
+    with AnswerStore(Path(root), KEY):
+        print("open", flush=True)
+        signal.pause()
+
+
+def write_and_look(root: str) -> None:
+    """Opens the store again and again; what it writes must lie in the store's directory for as long as it is open."""
+    for index in range(60):
+        with AnswerStore(Path(root), KEY) as store:
+            if store.claim(key_of(index)):
+                store.write(record_of(index))
+                assert record_of(index)["index"] in [line["index"] for line in lines_of(store.directory)]
+
+
 def start(function: Any, *arguments: Any) -> subprocess.Popen:
     command = [sys.executable, __file__, function.__name__, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -116,6 +132,19 @@ def holder(root: Path, index: int) -> Iterator[subprocess.Popen]:
     with claiming(root, index) as (process, has_it):
         assert has_it
         yield process
+
+
+@contextmanager
+def idle(root: Path) -> Iterator[subprocess.Popen]:
+    """Another process that has the store open and no claim."""
+    process = start(idle_in, root)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # ---------------------------------------------------------------- what is kept
@@ -278,6 +307,43 @@ def test_processes_may_open_a_store_at_the_same_moment(tmp_path):
         assert opener.returncode == 0, stderr
     (key_file,) = tmp_path.glob("*/key.json")
     assert json.loads(key_file.read_text()) == KEY
+
+
+def test_a_store_that_is_set_aside_keeps_every_record_and_a_new_one_begins_empty(tmp_path):
+    assert set_aside(tmp_path, KEY) is None
+    directory = filled(tmp_path, range(5))
+    before = lines_of(directory)
+    aside = set_aside(tmp_path, KEY)
+    assert aside is not None
+    assert re.fullmatch(rf"{directory.name}\.until-\d{{8}}T\d{{6}}\.\d{{6}}Z", aside.name)
+    assert lines_of(aside) == before
+    assert not directory.exists()
+    with AnswerStore(tmp_path, KEY) as store:
+        assert key_of(0) not in store
+    assert set_aside(tmp_path, KEY) not in (None, aside)  # a name that is not there yet
+
+
+@pytest.mark.parametrize("claims", [True, False], ids=["with_a_claim", "without_a_claim"])
+def test_a_store_that_another_process_has_open_is_not_set_aside(tmp_path, claims):
+    filled(tmp_path, range(2))
+    with holder(tmp_path, 7) if claims else idle(tmp_path) as process:
+        with pytest.raises(
+            ValueError, match=rf"cannot be set aside, process {process.pid} is making answers in it; stop"
+        ):
+            set_aside(tmp_path, KEY)
+        assert [path.name for path in tmp_path.iterdir()] == [AnswerStore(tmp_path, KEY).directory.name]
+    assert set_aside(tmp_path, KEY) is not None
+
+
+def test_no_store_is_set_aside_under_a_process_that_opens_it_at_that_moment(tmp_path):
+    processes = [start(write_and_look, tmp_path) for _ in range(2)]
+    asides = 0
+    while any(process.poll() is None for process in processes):
+        with suppress(ValueError):  # one of them has it open
+            asides += set_aside(tmp_path, KEY) is not None
+        time.sleep(0.001)
+    assert [process.communicate()[1] for process in processes] == ["", ""]
+    assert asides > 0
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "a file above", "claims no file", "key no file", "read-only"])

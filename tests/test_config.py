@@ -18,6 +18,7 @@ from dflash.config import (
     gamma_of,
     parse,
     read_file,
+    read_values,
     to_values,
     with_absolute_paths,
 )
@@ -54,6 +55,17 @@ def test_every_field_has_a_docstring_that_the_help_shows_with_its_default(sectio
     assert f"--{section}.{name} VALUE" in help_text
     # argparse breaks lines at hyphens and spaces alike
     assert "".join(description.split()) in help_text.replace(" ", "")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_has_a_docstring_that_the_help_shows(section):
+    """It is the help of a form too, beside the fields'."""
+    description = SECTIONS[section].__doc__
+    assert description.endswith("."), description
+    assert not description.startswith(SECTIONS[section].__name__)  # what dataclass writes where there is none
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert " ".join(description.split()) in " ".join(parser.format_help().split())
 
 
 def test_the_operators_flags_are_fixed_names_of_fields():
@@ -165,6 +177,8 @@ REFUSALS = {
         values(target={"device_map": "auto", "devices": ["cuda:0", "cuda:1"]}),
         ["target.device_map=auto", "target.devices", "cuda:1"],
     ),
+    "no patience": (values(supervise={"stall_seconds": 0}), ["supervise.stall_seconds", "0"]),
+    "restarts below none": (values(supervise={"max_restarts": -1}), ["supervise.max_restarts", "-1"]),
     "two beginnings": (
         values(checkpoint={"resume_from": "a"}, drafter={"init_from": "b"}),
         ["checkpoint.resume_from=a", "drafter.init_from=b"],
@@ -219,6 +233,35 @@ optim:
     config = from_command_line("--config", str(file), "--optim.lr", "2e-3", "--run.seed", "5")
     assert (config.optim.lr, config.optim.clip, config.run.seed, config.drafter.layers) == (2e-3, 0.5, 5, 2)
     assert dataclasses.replace(config, optim=from_file.optim, run=from_file.run) == from_file
+
+
+def test_values_go_over_a_file_s_field_by_field_and_change_nothing_that_was_given(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("target: {name: some/model}\ndata: {path: a, max_tokens: 64}\n")
+    overrides = {"data": {"path": "b"}, "run": {"seed": 3}, "supervise": {}}
+    assert read_values(str(file), overrides) == {
+        "target": {"name": "some/model"},
+        "data": {"path": "b", "max_tokens": 64},
+        "run": {"seed": 3},
+        "supervise": {},
+    }
+    assert overrides == {"data": {"path": "b"}, "run": {"seed": 3}, "supervise": {}}
+    assert read_values(None, overrides) == overrides
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "words"),
+    [
+        ("target: {name: x}\n", {"optimiser": {"lr": 1.0}}, "unknown key optimiser; known here: target, data"),
+        ("optimiser: {lr: 1.0}\n", {}, "unknown key optimiser; known here: target, data"),
+        ("target: x\n", {"target": {"name": "y"}}, "target in {file} is not a mapping of fields"),
+    ],
+)
+def test_values_of_no_section_are_refused(tmp_path, content, overrides, words):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(words.format(file=file))):
+        read_values(str(file), overrides)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refused import assert_refused
+from tiny import conversations, tiny_target, write_jsonl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from dflash import conversation, data
-from dflash.data import Prepared, prepare
+from dflash import conversation, data, train
+from dflash.command import FINISHED, STOPPED
+from dflash.data import Prepared, main, prepare
 
 TEXT = """The baker opens at six and sells rye bread, rolls and plain cake until noon.
 Is the bridge open? Yes, it opens every morning; the guard has the key.
@@ -805,3 +810,139 @@ def test_hundred_times_the_data_costs_no_more_memory_to_read(tmp_path):
     on_disk = sum(file.stat().st_size for file in directory.iterdir())
     assert on_disk > 100_000_000
     assert peaks[1] - peaks[0] < 8_000_000, f"reading {on_disk} bytes took {peaks[1] - peaks[0]} more"
+
+
+# ------------------------------------------------------------------------------------------------ the command
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A target, data and held-out data, one conversation of which cannot be used."""
+    place = tmp_path_factory.mktemp("command")
+    tiny_target(place / "target", hidden=32)
+    write_jsonl(place / "data.jsonl", [*conversations(12, longest_reply=20), {"messages": []}])
+    write_jsonl(place / "heldout.jsonl", conversations(5, seed=1, longest_reply=20))
+    return place
+
+
+@pytest.fixture
+def signals():
+    """The command changes what signals do; the tests must not."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def config_file(place: Path, prepared: Path, **sections: dict[str, Any]) -> Path:
+    values: dict[str, dict[str, Any]] = {
+        "target": {"name": str(place / "target"), "captured_layers": 2, "devices": ["cpu"]},
+        "data": {"path": str(place / "data.jsonl"), "prepared_dir": str(prepared), "max_tokens": 256},
+        "drafter": {"layers": 1, "block_size": 4, "device": "cpu"},
+        "objective": {"anchors": 4},
+        "stream": {"engine": "lockstep", "hs_min_ready": 2, "hs_queue_depth": 4},
+        "run": {"root": str(prepared.parent / "runs"), "max_steps": 1},
+    }
+    for section, fields in sections.items():
+        values[section] = values.get(section, {}) | fields
+    path = prepared.parent / "config.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.usefixtures("signals")
+def test_what_the_command_prepares_is_what_a_training_finds(place, tmp_path, capfd):
+    report, prepared = tmp_path / "report.json", tmp_path / "prepared"
+    config = config_file(place, prepared, data={"heldout_path": str(place / "heldout.jsonl")})
+    assert main(["--config", str(config), "--report", str(report)]) == FINISHED
+    stderr = capfd.readouterr().err
+    for said in ("12 of 13 conversations", "dropped, empty", "5 samples of", "python -m dflash.train"):
+        assert said in stderr
+    told = json.loads(report.read_text())
+    assert set(told) == {"data", "heldout"}
+    for name, samples in (("data", 12), ("heldout", 5)):
+        directory = Path(told[name]["directory"])
+        assert directory == prepared / told[name]["digest"][:16]
+        assert told[name]["report"] == json.loads((directory / "report.json").read_text())
+        assert told[name]["report"]["samples"] == samples
+
+    before = tree(prepared)
+    assert train.main(["--config", str(config)]) == FINISHED
+    assert tree(prepared) == before
+    (run_dir,) = (tmp_path / "runs").glob("dflash-*")
+    provenance = json.loads((run_dir / "provenance.json").read_text())
+    assert (provenance["data"]["digest"], provenance["heldout"]["digest"]) == (
+        told["data"]["digest"],
+        told["heldout"]["digest"],
+    )
+
+
+@pytest.mark.usefixtures("signals")
+def test_data_that_is_there_is_made_anew_only_where_that_is_asked_for(place, tmp_path):
+    report, prepared = tmp_path / "report.json", tmp_path / "prepared"
+    arguments = ["--config", str(config_file(place, prepared)), "--report", str(report)]
+    assert main(arguments) == FINISHED
+    first, before = json.loads(report.read_text()), tree(prepared)
+    assert first["heldout"] is None
+    assert main(arguments) == FINISHED
+    assert tree(prepared) == before
+    assert main([*arguments, "--rebuild"]) == FINISHED
+    after = tree(prepared)
+    assert json.loads(report.read_text()) == first
+    assert {name: content for name, (_, _, content) in after.items()} == {
+        name: content for name, (_, _, content) in before.items()
+    }
+    anew = {name for name in after if after[name][0] != before[name][0]}
+    assert anew == {name for name in after if not name.endswith(".lock")}
+
+
+@pytest.mark.usefixtures("signals")
+def test_data_that_cannot_be_made_anew_stays_as_it_was(place, tmp_path, capfd):
+    prepared, path = tmp_path / "prepared", tmp_path / "data.jsonl"
+    write_jsonl(path, conversations(4))
+    config = str(config_file(place, prepared, data={"path": str(path)}))
+    assert main(["--config", config]) == FINISHED
+    before = tree(prepared)
+    assert any(len(content) > 3000 for _, _, content in before.values())
+    capfd.readouterr()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # less than the shard takes
+    try:
+        code = main(["--config", config, "--rebuild"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_refused(code, capfd.readouterr().err, f"data.prepared_dir={prepared}", "with room")
+    (lock,) = (name for name in before if name.endswith(".lock"))  # whose time of writing is that of its last use
+    assert {**tree(prepared), lock: None} == {**before, lock: None}
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(
+    ("flags", "value", "remedy"),
+    [
+        ("--data.path {place}/none.jsonl", "data.path={place}/none.jsonl: no such file", "give a JSONL file"),
+        ("--data.heldout_path {place}/none.jsonl", "data.heldout_path={place}/none.jsonl", "give a JSONL file"),
+        ("--target.name {place}/none", "target.name={place}/none: no such directory", "save_pretrained"),
+        ("--drafter.block_size 60", "drafter.block_size=60 is larger than the longest reply", "lower it"),
+        ("--report {place}/none/report.json", "{place}/none/report.json: cannot be written", "give a file"),
+        ("--optim.lr 1", "--optim.lr", "--help"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused_in_one_line(place, tmp_path, capfd, flags, value, remedy):
+    config = config_file(place, tmp_path / "prepared")
+    code = main(["--config", str(config), *flags.format(place=place).split()])
+    assert_refused(code, capfd.readouterr().err, value.format(place=place), remedy)
+
+
+def test_the_process_itself_stops_with_its_standard_input(place, tmp_path):
+    config = config_file(place, tmp_path / "prepared")
+    command = [sys.executable, "-m", "dflash.data", "--config", str(config), "--stop-with-stdin"]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (STOPPED, "")
+    assert done.stderr == "dflash: stopped; the same command starts again\n"

@@ -29,9 +29,10 @@ from dflash import config as configuration
 from dflash.config import DrafterConfig
 from dflash.conversation import Template
 from dflash.decode import Decoded, Decoder, Reader, accept, decode_plain, prove_rollback
-from dflash.drafter import Drafter, Shape, initialise, resolve_shape
+from dflash.drafter import Drafter, initialise
 from dflash.run_dir import create_run
 from dflash.sampling import Sampling, probabilities
+from dflash.shape import Shape, resolve_shape
 from dflash.target import Target, load_target, stop_tokens
 from dflash.train import FINISHED, main
 

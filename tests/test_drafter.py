@@ -2,25 +2,21 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny import TINY_SHAPE
 
-from dflash.config import DrafterConfig
 from dflash.drafter import (
     ContextCache,
     Drafter,
-    Shape,
     check_tensors,
     initialise,
-    parameter_count,
-    resolve_shape,
     rope_tables,
     rotate,
 )
+from dflash.shape import Shape
 
 MIXED = ("sliding_attention", "full_attention", "sliding_attention")
 SLIDING = ("sliding_attention",) * 3
@@ -104,23 +100,6 @@ def test_tensors_are_exactly_those_of_a_z_lab_checkpoint(layers, tensors):
     assert len(expected) == tensors == 3 + 11 * layers
     assert list(drafter.buffers()) == []
     assert all(parameter.requires_grad for parameter in drafter.parameters())
-
-
-def test_the_drafter_of_qwen3_8b_has_about_a_billion_parameters():
-    shape = dataclasses.replace(
-        TINY_SHAPE,
-        width=4096,
-        target_layer_ids=(1, 9, 17, 25, 33),
-        layers=5,
-        layer_types=("full_attention",) * 5,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate_size=12_288,
-    )
-    attention, mlp = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 128, 3 * 4096 * 12_288
-    assert parameter_count(shape) == 5 * 4096 * 4096 + 2 * 4096 + 5 * (attention + mlp + 2 * 4096)
-    assert 1.04e9 < parameter_count(shape) < 1.06e9
 
 
 # -- training is decoding --------------------------------------------------------------------------------------------
@@ -450,85 +429,6 @@ def test_scaled_initialisation_fits_fc_to_the_features_and_nothing_else():
     # a row is a random mix of channels of one size: 0.02 * sqrt(96). Unscaled, the two massive ones alone make it 20 times that.
     assert (features @ plain.fc.weight.detach().T).std().item() > 15 * 0.02 * math.sqrt(96)
     assert projected.std().item() == pytest.approx(0.02 * math.sqrt(96), rel=0.3)
-
-
-# -- the shape -------------------------------------------------------------------------------------------------------
-
-
-def resolved(config: DrafterConfig, **target) -> Shape:
-    of_target = {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 100,
-        "max_position_embeddings": 512,
-    } | target
-    return resolve_shape(
-        config,
-        target_config=SimpleNamespace(**{name: value for name, value in of_target.items() if value is not None}),
-        width=64,
-        vocabulary=300,
-        target_layers=8,
-        target_layer_ids=[1, 3, 5],
-        mask_token_id=7,
-    )
-
-
-def test_what_the_configuration_leaves_open_comes_from_the_target():
-    shape = resolved(DrafterConfig(layers=2, block_size=8))
-    assert (shape.width, shape.vocabulary, shape.target_layers, shape.target_layer_ids) == (64, 300, 8, (1, 3, 5))
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate_size, shape.max_positions) == (
-        8,
-        2,
-        16,
-        100,
-        512,
-    )
-    assert (shape.layers, shape.block_size, shape.mask_token_id, shape.sliding_window) == (2, 8, 7, None)
-    assert shape.layer_types == ("full_attention",) * 2
-    assert shape.windows == [None, None]
-
-
-def test_a_target_config_without_the_optional_fields_resolves():
-    shape = resolved(DrafterConfig(layers=1), num_key_value_heads=None, head_dim=None, intermediate_size=None)
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate_size) == (8, 8, 8, 256)
-
-
-def test_what_the_configuration_sets_wins_over_the_target():
-    config = DrafterConfig(
-        layers=2,
-        heads=6,
-        kv_heads=3,
-        head_dim=10,
-        intermediate_size=20,
-        rope_theta=5e5,
-        layer_types=("sliding_attention", "full_attention"),
-        sliding_window=9,
-    )
-    shape = resolved(config)
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate_size, shape.rope_theta) == (
-        6,
-        3,
-        10,
-        20,
-        5e5,
-    )
-    assert shape.windows == [9, None]
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (DrafterConfig(heads=6, kv_heads=4), ["drafter.heads=6", "drafter.kv_heads=4"]),
-        (DrafterConfig(heads=3), ["drafter.heads=3", "drafter.kv_heads=2"]),
-        (DrafterConfig(head_dim=15), ["drafter.head_dim=15"]),
-    ],
-)
-def test_heads_that_cannot_be_are_refused(config, words):
-    with pytest.raises(ValueError, match=r"^drafter\.head") as refusal:
-        resolved(config)
-    assert all(word in str(refusal.value) for word in words)
-    assert "\n" not in str(refusal.value)
 
 
 # -- a state from outside -------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import json
 import random
 import shlex
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from dflash.command import FAILED, FINISHED
 from dflash.config import DrafterConfig, EvaluateConfig
 from dflash.conversation import Template
 from dflash.decode import Decoded, decode_plain
-from dflash.drafter import Drafter, initialise, resolve_shape
+from dflash.drafter import Drafter, initialise
 from dflash.evaluate import (
     Row,
     Tally,
@@ -39,6 +41,7 @@ from dflash.evaluate import (
 from dflash.export import load_drafter
 from dflash.prompt_file import prompt_of
 from dflash.run_dir import create_run
+from dflash.shape import resolve_shape
 from dflash.target import load_target, stop_tokens
 
 BLOCK_SIZE, LETTER = 4, "a"  # the constant target says nothing but this letter
@@ -505,6 +508,23 @@ def run_dir(place):
     run = create_run(configuration.parse(values))
     shutil.copytree(place / "drafter", run / "checkpoints" / "step-00000007")
     return run
+
+
+def test_a_supervised_evaluation_records_the_command_that_a_person_can_repeat(run_dir, tmp_path):
+    drafter, out = f"{run_dir}/checkpoints/step-00000007", f"{tmp_path}/out.json"
+    command = ["-m", "dflash.evaluate", drafter, "--stop-with-stdin", "--evaluate.prompts_per_set", "1", "--out", out]
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    errors = process.stderr.read()  # its standard input is open until it has ended
+    assert process.wait(timeout=60) == FINISHED, errors
+    repeat = f"python -m dflash.evaluate {drafter} --evaluate.prompts_per_set 1 --out {out}"
+    assert json.loads(Path(out).read_text())["command"] == repeat
 
 
 def test_a_checkpoint_inside_its_run_needs_no_other_word(place, run_dir, capsys):

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from tiny import TINY_SHAPE
 from transformers import AutoConfig, Qwen3Config
 
-from dflash.drafter import Drafter, Shape
+from dflash.drafter import Drafter
 from dflash.formats import Scales, config_of, read_config, read_exported, read_tensors, understand
+from dflash.shape import Shape
 
 TINY = dataclasses.replace(TINY_SHAPE, rope_theta=2e5)  # no client's default
 SLIDING = dataclasses.replace(TINY, layer_types=("sliding_attention",) * 3, sliding_window=7)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.reference_case import GAMMA, GRADIENT_NORM, LOSS, reference_case
 from dflash.config import ObjectiveConfig, gamma_of
-from dflash.drafter import Drafter, Shape
+from dflash.drafter import Drafter
 from dflash.objective import (
     LOGITS_BYTES,
     Head,
@@ -26,6 +26,7 @@ from dflash.objective import (
     make_blocks,
     sample_anchors,
 )
+from dflash.shape import Shape
 
 MASK = 49
 DECAY, DPACE = ObjectiveConfig(gamma=2.5), ObjectiveConfig(loss="dpace", dpace_alpha=0.3)

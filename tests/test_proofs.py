@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dflash.drafter import ContextCache, Drafter, Layer, Shape, initialise, rope_tables
+from dflash.drafter import ContextCache, Drafter, Layer, initialise, rope_tables
 from dflash.proofs import prove_drafter
+from dflash.shape import Shape
 
 SHAPE = Shape(
     width=32,

@@ -624,6 +624,39 @@ def test_a_second_start_reads_no_prompt_and_changes_no_answer(world, beginnings,
     assert {**again.report, "this_process": None} == {**first.report, "this_process": None}
 
 
+def test_a_refresh_makes_all_answers_anew_and_sets_the_ones_before_aside(world, beginnings, tmp_path, capfd):
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    shutil.copytree(world.out, out)
+    (before,) = out.iterdir()
+    with read_texts() as texts:
+        assert command(world, out, "--refresh", "--report", report) == FINISHED
+    assert sorted(begun(texts, beginnings)) == sorted(row["id"] for row in world.rows)
+    (aside,) = out.glob("*.until-*")
+    assert aside.name.startswith(f"{before.name}.until-")
+    assert f"the answers until now are set aside: {aside}" in capfd.readouterr().err
+    assert records_of(aside) == Result(world.out).records
+    told = json.loads(report.read_text())
+    directory = Path(told["directory"])
+    assert directory.parent == before
+    assert directory.is_absolute()
+    assert told["conversations"] == str(directory / "conversations.jsonl")
+    assert told["report"] == json.loads((directory / "report.json").read_text())
+    assert (directory / "conversations.jsonl").read_bytes() == Result(world.out).files()["conversations.jsonl"]
+
+
+def test_answers_that_another_process_is_making_are_not_set_aside(world, forks, tmp_path, capfd):
+    out = tmp_path / "out"
+    other = forks.run(arguments(world, out), tmp_path / "log", then="hold", when=20)
+    other.until(lambda: list(out.glob("*/key.json")))
+    assert command(world, out, "--refresh") == REFUSED
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert f"cannot be set aside, process {other.pid} is making answers in it" in message
+    assert "stop that one or wait for it" in message
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    assert not list(out.glob("*.until-*"))
+
+
 def test_only_what_is_new_in_a_prompt_file_is_answered(world, speaker, tmp_path):
     out = shutil.copytree(world.out, tmp_path / "out")
     (old,) = out.glob("*/prompts-*")
@@ -1091,6 +1124,7 @@ REFUSALS = {
     # disk
     "out is a file": ("--out {place}/file", "regenerate.out={place}/file", "that can be written"),
     "out under a file": ("--out {place}/file/out", "regenerate.out={place}/file/out", "that can be written"),
+    "report in no directory": ("--report {place}/none/r.json", "{place}/none/r.json: cannot be written", "give a file"),
     "out under /proc": ("--out /proc/answers", "regenerate.out=/proc/answers", "that can be written"),
     # server
     "no server": ("--regenerate.endpoint http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1", "start"),

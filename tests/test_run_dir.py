@@ -10,7 +10,15 @@ import pytest
 from dflash import config as configuration
 from dflash.config import Config
 from dflash.files import write_json
-from dflash.run_dir import create_run, only_trainer, read_config, read_status, write_status
+from dflash.run_dir import (
+    create_run,
+    declare_crashed,
+    only_trainer,
+    read_config,
+    read_status,
+    trainer_of,
+    write_status,
+)
 
 CREATE_MANY = """
 import sys, time
@@ -32,6 +40,25 @@ with only_trainer(Path(sys.argv[1])):
     write_status(Path(sys.argv[1]), state="running", step=3)
     print("held", flush=True)
     sys.stdin.readline()
+"""
+
+
+HOLD_IN_SILENCE = """
+import sys
+from pathlib import Path
+from dflash.run_dir import only_trainer
+with only_trainer(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+LOOK = """
+import sys
+from pathlib import Path
+from dflash.run_dir import declare_crashed, trainer_of
+print("ready", flush=True)
+while True:
+    trainer_of(Path(sys.argv[1]))
+    declare_crashed(Path(sys.argv[1]), "never")
 """
 
 
@@ -148,6 +175,76 @@ def test_a_second_trainer_in_a_run_directory_is_refused_with_the_pid_of_the_firs
         first.communicate()
     with only_trainer(run_dir):  # the kernel lets go of a killed process' lock
         pass
+
+
+def test_a_trainer_s_pid_is_known_before_its_first_status_and_while_it_lives_only(tmp_path):
+    run_dir = create_run(config(tmp_path))  # whose status names the creator
+    assert trainer_of(run_dir) is None
+    trainer = python(HOLD_IN_SILENCE, str(run_dir))
+    try:
+        assert read_status(run_dir)["pid"] == os.getpid()
+        assert trainer_of(run_dir) == trainer.pid
+    finally:
+        trainer.kill()
+        trainer.communicate()
+    assert (run_dir / ".lock").read_text().strip() == str(trainer.pid)  # left behind, and not believed
+    assert trainer_of(run_dir) is None
+    with only_trainer(run_dir):
+        assert trainer_of(run_dir) == os.getpid()
+    assert trainer_of(run_dir) is None
+
+
+def test_a_pid_that_a_dead_trainer_left_behind_is_never_taken_for_the_holder_of_the_lock(tmp_path):
+    run_dir = create_run(config(tmp_path))
+    bystander = python("print('ready', flush=True); input()")
+    with only_trainer(run_dir):
+        (run_dir / ".lock").write_text(str(bystander.pid))
+        with pytest.raises(ValueError, match="held by a process that cannot be seen from here"):
+            trainer_of(run_dir)
+    bystander.kill()
+    bystander.communicate()
+
+
+def test_whoever_looks_at_a_run_never_keeps_a_trainer_out_of_it(tmp_path):
+    run_dir = create_run(config(tmp_path))
+    write_status(run_dir, state="finished", step=9)
+    lookers = [python(LOOK, str(run_dir)) for _ in range(2)]
+    try:
+        for _ in range(300):
+            with only_trainer(run_dir):
+                pass
+    finally:
+        for looker in lookers:
+            assert looker.poll() is None
+            looker.kill()
+            looker.communicate()
+
+
+def test_a_run_whose_trainer_was_killed_is_declared_crashed_and_keeps_all_else_that_it_said(tmp_path):
+    run_dir = create_run(config(tmp_path))
+    trainer = python(HOLD, str(run_dir))
+    assert not declare_crashed(run_dir, "it lives")
+    assert read_status(run_dir)["state"] == "running"
+    trainer.kill()
+    trainer.communicate()
+    before = read_status(run_dir)
+    assert declare_crashed(run_dir, "killed by signal 9")
+    after = read_status(run_dir)
+    changed = {"state": "crashed", "reason": "killed by signal 9", "time": after["time"]}
+    assert after == before | changed
+    assert (after["step"], after["pid"]) == (3, trainer.pid)
+    assert not declare_crashed(run_dir, "again")
+    assert read_status(run_dir) == after
+
+
+@pytest.mark.parametrize("state", ["created", "starting", "running", "finished", "stopped", "failed", "refused"])
+def test_a_run_that_has_said_how_it_ended_is_not_declared_crashed(tmp_path, state):
+    write_status(tmp_path, state=state, step=4, reason="its own", best=2)
+    alive = state in ("created", "starting", "running")
+    assert declare_crashed(tmp_path, "gone") == alive
+    status = read_status(tmp_path)
+    assert (status["state"], status["reason"]) == (("crashed", "gone") if alive else (state, "its own"))
+    assert (status["step"], status["best"]) == (4, 2)
 
 
 def test_a_status_is_replaced_as_a_whole(tmp_path):

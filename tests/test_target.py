@@ -27,7 +27,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dflash.target import Target, check_layer_ids, layer_ids, load_target, resolve_mask_token, tokenizer_hashes
+from dflash.target import Target, load_target, resolve_mask_token, tokenizer_hashes
 
 # models round inside whatever the dtype: norms to float32, and gemma2's eager softmax, which padding then moves
 FLOAT64_TOLERANCE = {"llama": 1e-12, "qwen3": 1e-12, "gemma3": 1e-12, "gemma2": 1e-6}
@@ -71,59 +71,6 @@ def edited_copy(directory: Path, to: Path, edit: Callable[[dict[str, torch.Tenso
 
 
 # --- which layers ---
-
-
-@pytest.mark.parametrize(
-    ("target_layers", "captured", "ids"),
-    [
-        (28, 5, [1, 7, 13, 19, 25]),
-        (30, 5, [1, 8, 14, 20, 27]),  # 7.5 and 20.5 both go to the even neighbour
-        (32, 5, [1, 8, 15, 22, 29]),
-        (34, 5, [1, 8, 16, 24, 31]),
-        (36, 5, [1, 9, 17, 25, 33]),
-        (40, 5, [1, 10, 19, 28, 37]),
-        (48, 5, [1, 12, 23, 34, 45]),
-        (62, 5, [1, 16, 30, 44, 59]),
-        (64, 5, [1, 16, 31, 46, 61]),
-        (80, 5, [1, 20, 39, 58, 77]),
-        (40, 8, [1, 6, 11, 16, 22, 27, 32, 37]),
-        (60, 6, [1, 12, 23, 35, 46, 57]),
-        (36, 1, [18]),
-        (8, 5, [1, 2, 3, 4, 5]),
-        (6, 5, [0, 1, 2, 3, 4]),  # the rule's range 1..3 is too short for 5
-        (4, 2, [0, 2]),
-        (4, 3, [0, 1, 2]),
-        (4, 1, [2]),
-        (3, 2, [0, 1]),
-        (3, 1, [1]),
-        (2, 1, [0]),  # N // 2 would be the last layer
-    ],
-)
-def test_layer_ids_are_those_of_the_papers_rule_and_never_the_last(target_layers, captured, ids):
-    assert layer_ids(target_layers, captured) == ids
-
-
-def test_layer_ids_are_always_distinct_ascending_and_below_the_last():
-    for target_layers in range(2, 100):
-        for captured in range(1, target_layers):
-            ids = layer_ids(target_layers, captured)
-            assert len(ids) == captured
-            assert check_layer_ids(ids, target_layers) == ids
-
-
-@pytest.mark.parametrize(
-    ("target_layers", "captured", "message"),
-    [
-        (1, 1, "before or after the final norm"),
-        (4, 4, "3 to capture (0 to 2, never the last)"),
-        (2, 5, "1 to capture (0 to 0, never the last)"),
-        (28, 0, "at least one layer"),
-    ],
-)
-def test_too_many_layers_for_a_small_target_are_refused(target_layers, captured, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
-        layer_ids(target_layers, captured)
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from dflash.data import prepare
 from dflash.hs_queue import Sample, production_order
 from dflash.job import embed, samples_of
 from dflash.objective import head_loss
-from dflash.run_dir import create_run, read_config, read_status, write_status
+from dflash.run_dir import create_run, declare_crashed, read_config, read_status, trainer_of, write_status
 from dflash.setup import set_up
 
 SAMPLES = 40
@@ -342,6 +342,54 @@ def test_the_command_stops_on_sigterm_with_exit_code_3(world, tmp_path):
     assert "Traceback" not in stderr
     assert read_status(run_dir)["state"] == "stopped"
     assert checkpoint.newest(run_dir) == final(run_dir)
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_a_supervised_training_stops_with_a_checkpoint_when_its_supervisor_closes_its_input_or_is_killed(
+    world, tmp_path, end
+):
+    run_dir, code = world.run(tmp_path, **ENDLESS, stream__engine="local"), tmp_path / "code"
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    supervisor = """
+import subprocess, sys
+process = subprocess.Popen(["sh", "-c", '"$0" "$@"; echo $? >' + sys.argv[1], *sys.argv[2:]], stdin=subprocess.PIPE)
+sys.stdin.readline()
+process.stdin.close()
+process.wait()
+"""
+    command = [sys.executable, "-m", "dflash.train", str(run_dir), "--stop-with-stdin"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", supervisor, str(code), *command],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: count_rows(run_dir) >= 3 or process.poll() is not None)
+    trainer = trainer_of(run_dir)
+    assert trainer not in (None, process.pid)
+    if end == "killed":
+        process.kill()
+    _, stderr = process.communicate("\n" if end == "closed" else None, timeout=60)  # until the trainer has ended too
+    until(code.exists)
+    assert code.read_text() == f"{train.STOPPED}\n", stderr
+    assert "Traceback" not in stderr
+    status = read_status(run_dir)
+    assert (status["state"], status["pid"]) == ("stopped", trainer)
+    assert checkpoint.newest(run_dir) == final(run_dir)
+    assert trainer_of(run_dir) is None
+
+
+def test_a_run_that_was_declared_crashed_goes_on_to_the_same_end(world, forks, unbroken, tmp_path):
+    run_dir = world.run(tmp_path, run__epochs=6)
+    child = forks.train(run_dir, then="kill", more_rows=5)
+    assert child.wait() == -signal.SIGKILL
+    assert declare_crashed(run_dir, "killed by signal 9")
+    status = read_status(run_dir)
+    assert (status["state"], status["pid"]) == ("crashed", child.pid)
+    assert forks.train(run_dir).wait() == train.FINISHED
+    assert read_status(run_dir)["state"] == "finished"
+    assert_same_end(run_dir, unbroken)
 
 
 @pytest.mark.parametrize("more_rows", [0, 3], ids=["from_the_set_up_on", "from_the_third_step_on"])

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dflash.drafter import Shape
+from dflash.shape import Shape
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma2")
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2

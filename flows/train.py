@@ -1,0 +1,65 @@
+"""dflash/train: from conversations, or prompts, to a registered drafter. READ THIS FIRST, then dflash/train.py.
+
+    prefect deployment run dflash/train -p config=deployments/FILE.yaml -p 'run={"epochs": 1}'
+    python -m flows.train --config deployments/FILE.yaml [--SECTION.FIELD VALUE ...] [--refresh STAGE ...]
+
+The second runs it here and now; Prefect is embedded where no server is configured. Exit codes: 0 completed, 1 failed, 2 refused
+before anything was started, 3 stopped.
+"""
+
+import sys
+
+from prefect import flow
+
+from tasks.command import run_here
+from tasks.outcome import told_by_state
+from tasks.parameters import (
+    NONE,
+    Checkpoint,
+    Data,
+    Drafter,
+    Evaluate,
+    Objective,
+    Optim,
+    Regenerate,
+    Run,
+    Stage,
+    Stream,
+    Supervise,
+    Target,
+    read,
+)
+from tasks.pipeline import train_and_register
+from tasks.slot import machine_slot
+
+
+@flow(name="dflash")
+@told_by_state
+def train(
+    config: str,
+    target: Target = NONE,
+    data: Data = NONE,
+    regenerate: Regenerate = NONE,
+    drafter: Drafter = NONE,
+    objective: Objective = NONE,
+    optim: Optim = NONE,
+    stream: Stream = NONE,
+    checkpoint: Checkpoint = NONE,
+    evaluate: Evaluate = NONE,
+    run: Run = NONE,
+    supervise: Supervise = NONE,
+    refresh: tuple[Stage, ...] = (),
+) -> None:
+    """Trains a drafter, decodes held-out prompts with it, registers it, and makes it champion if it is better.
+
+    Args:
+        config: YAML file, from the checkout, e.g. deployments/qwen3-8b-1gpu.yaml. The sections below override its fields.
+        refresh: Stages to do again although their result is known.
+    """
+    settings = read(config, locals())
+    with machine_slot() as slot:
+        train_and_register(settings, refresh=refresh, slot=slot)
+
+
+if __name__ == "__main__":
+    sys.exit(run_here(train, "flows.train", __doc__))

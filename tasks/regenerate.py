@@ -1,0 +1,71 @@
+"""Prompts to the target's own answers: a stage."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, task
+
+from dflash import config as configuration
+from dflash.config import Config
+from dflash.files import sha256_of, write_json
+from tasks.child import run_job
+from tasks.stages import STAGE, code_of, record_of, run_stage
+from tasks.target_files import target_digest
+
+CODE = (
+    "regenerate",
+    "answers",
+    "answer_store",
+    "endpoint",
+    "generation",
+    "prompt_file",
+    "conversation",
+    "sampling",
+    "target",
+)
+NOT_DECIDING = (
+    "out",
+    "batch_rows",
+    "requests_in_flight",
+    "request_seconds",
+    "outage_seconds",
+    "endpoint_key",
+    "prompts",
+)
+"""Fields that do not change an answer."""
+
+
+def regenerate(config: Config, *, refresh: bool) -> Config:
+    """The configuration with the target's own answers as its data; as it is where no prompts are given."""
+    section = config.regenerate
+    if section.prompts is None:
+        return config
+    if not Path(section.prompts).is_file():
+        raise ValueError(f"regenerate.prompts={section.prompts}: no such file; give a JSONL or text file of prompts")
+    inputs = {
+        "code": code_of(*CODE),
+        "prompts": sha256_of(Path(section.prompts)),
+        "target": target_digest(config.target),
+        "dtype": config.target.dtype,
+        "template_kwargs": config.data.template_kwargs,
+        "regenerate": {name: value for name, value in dataclasses.asdict(section).items() if name not in NOT_DECIDING},
+    }
+    record = run_stage(regenerate_stage, inputs, refresh=refresh, config=config, refresh_answers=refresh)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=record["conversations"]))
+
+
+@task(name="regenerate", **STAGE)
+def regenerate_stage(key: str, config: Config, refresh_answers: bool) -> dict[str, Any]:
+    """The target answers the prompts; what a killed run has answered is not asked again."""
+    directory = Path(config.regenerate.out)
+    directory.mkdir(parents=True, exist_ok=True)
+    settings, report = directory / f".{key}.json", directory / f".{key}.report.json"
+    write_json(settings, configuration.to_values(config))
+    arguments = ["--config", str(settings), "--report", str(report), *(["--refresh"] if refresh_answers else [])]
+    run_job("dflash.regenerate", arguments, output=directory / f"{key}.log", log=get_run_logger())
+    made = json.loads(report.read_text())
+    return record_of(
+        "regenerate", [Path(made["conversations"])], conversations=made["conversations"], report=made["report"]
+    )
