@@ -7,17 +7,28 @@ export OMP_WAIT_POLICY ?= PASSIVE # spinning threads double the CPU time of smal
 CLIENTS := zlab transformers llamacpp vllm speculators
 CLIENTS_IN_CI := zlab transformers llamacpp
 
-.PHONY: demo test test-slow test-interop test-interop-ci lint
+# Prefect embedded and MLflow in a file, both under demo/; whatever server is configured is left alone
+DEMO := env -u PREFECT_API_URL -u PREFECT_PROFILE PREFECT_HOME="$(CURDIR)/demo/.prefect" PREFECT_UI_URL=http://127.0.0.1:4200 \
+	MLFLOW_TRACKING_URI="sqlite:///$(CURDIR)/demo/mlflow.db" PREFECT_SERVER_ANALYTICS_ENABLED=false \
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
+
+.PHONY: demo ui test test-slow test-interop test-interop-ci lint
 
 demo: .venv/.installed
-	@echo "A drafter for SmolLM2-135M-Instruct, trained for one epoch on 958 of its own answers; then real decoding of held-out prompts"
-	@echo "with it, against an untrained one. It takes about 10 minutes on two current CPU cores; nothing is downloaded but the target."
-	$(RUN) demo/fetch_target.py demo/target
-	$(RUN) -m dflash.train --config deployments/smollm2-cpu.yaml --run.name untrained --run.max_steps 0 \
-		--data.heldout_path none
-	$(RUN) -m dflash.train --config deployments/smollm2-cpu.yaml
-	$(RUN) -m dflash.evaluate "$$(ls -d demo/runs/demo-*/checkpoints/step-* | tail -n 1)" \
-		--against "$$(ls -d demo/runs/untrained-*/checkpoints/step-* | tail -n 1)" --plot demo/runs/evaluation.png
+	@echo "A drafter for SmolLM2-135M-Instruct: trained for one epoch on 958 of its own answers, judged by real decoding of held-out"
+	@echo "prompts, registered. It takes about 10 minutes on two current CPU cores; nothing is downloaded but the target."
+	$(RUN) demo/fetch_target.py demo/SmolLM2-135M-Instruct
+	$(DEMO) $(RUN) -m flows.train --config deployments/smollm2-cpu.yaml
+	@echo
+	@echo "make ui    shows the run: Prefect at http://127.0.0.1:4200, MLflow at http://127.0.0.1:5000"
+
+ui: .venv/.installed
+	@echo "Prefect at http://127.0.0.1:4200, MLflow at http://127.0.0.1:5000; Ctrl-C ends both"
+	@trap 'kill $$(jobs -p)' INT TERM; \
+	$(DEMO) $(RUN) -m prefect server start --host 127.0.0.1 --port 4200 & \
+	$(DEMO) $(RUN) -m mlflow server --host 127.0.0.1 --port 5000 --workers 1 \
+		--backend-store-uri "sqlite:///$(CURDIR)/demo/mlflow.db" --artifacts-destination demo/mlartifacts & \
+	wait
 
 test: .venv/.installed
 	$(RUN) -m pytest -m "not slow and not interop"

@@ -1,6 +1,6 @@
 """What refilling ended rows is worth: the shipped prompts answered by us and by transformers' plain batches of the same size.
 
-    python -m benchmarks.regenerate [--target demo/target] [--prompts 384] [--rows 48] [--alone 24]
+    python -m benchmarks.regenerate [--target demo/SmolLM2-135M-Instruct] [--prompts 384] [--rows 48] [--alone 24]
 
 Greedy, float32, one thread, CPU seconds in one process. A plain batch is `model.generate` over `rows` prompts of like length: it
 ends when its longest reply ends. Every answer of both must be the same, and some are made again one by one. Exit code 1 when an
@@ -30,7 +30,7 @@ PROMPTS = Path("demo/prompts.jsonl")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="demo/target")
+    parser.add_argument("--target", default="demo/SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=int, default=384, help="of the shipped ones, from the first on")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--alone", type=int, default=24, help="prompts that are also answered one by one")

@@ -1,6 +1,6 @@
 """How close the streaming run comes to its slower side, and what stopping at the highest captured layer saves.
 
-    python -m benchmarks.stream [--target demo/target] [--rounds 3] [--steps 20]
+    python -m benchmarks.stream [--target demo/SmolLM2-135M-Instruct] [--rounds 3] [--steps 20]
 
 Target and drafter are real (SmolLM2-135M and the demonstration's drafter), one thread and one core each. A round measures
 the same samples three times: the target alone on its core, the drafter alone on its core with the features ready, and both
@@ -35,7 +35,7 @@ WARM_UP_STEPS = 4  # of each measurement: the queue passes its gate
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="demo/target")
+    parser.add_argument("--target", default="demo/SmolLM2-135M-Instruct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--anchors", type=int, default=64, help="more, or --vocabulary full, make the drafter slower")

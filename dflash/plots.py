@@ -95,8 +95,7 @@ def training(
                 label="held-out",
             )
         axes.set(title=name, xlabel="step")
-    if evaluation:
-        decoded = [(row["step"], row["eval/tau"]) for row in evaluation if row["eval/tau"] is not None]
+    if decoded := [(row["step"], row["eval/tau"]) for row in evaluation if row["eval/tau"] is not None]:
         taus.plot(*zip(*decoded, strict=True), "D", color=COLOURS[2], label="real decoding")
     taus.set(ylabel="tokens per target forward")
     fill.plot(steps, [row["hs_samples"] for row in rows], color=COLOURS[0], linewidth=0.8)

@@ -27,29 +27,41 @@ CODE = (
     "prompt_file",
     "target",
 )
+NOT_DECIDING = ("prompts", "during_training")
+"""Fields that change nothing here; of the prompts it is their content that decides."""
 SHIPPED_PROMPTS = Path(configuration.__file__).parent / "prompts"
 
 
 def evaluate(config: Config, drafter: Path, champion: Champion | None, *, refresh: bool) -> dict[str, Any]:
     """The record of decoding an exported drafter, beside its export; `result` is the JSON of `python -m dflash.evaluate`."""
-    prompts = config.evaluate.prompts or tuple(sorted(map(str, SHIPPED_PROMPTS.glob("*.jsonl"))))
-    for path in prompts:
-        if not Path(path).is_file():
+    for path in _prompts_of(config):
+        if not path.is_file():
             raise ValueError(f"evaluate.prompts={path}: no such file; give JSONL or text files of prompts")
-    inputs = {
+    against = None if champion is None else champion.directory
+    inputs = inputs_of(config, drafter, against)
+    record = run_stage(evaluate_stage, inputs, refresh=refresh, config=config, drafter=drafter, against=against)
+    return record | {"result": json.loads(Path(record["evaluation"]).read_text())}
+
+
+def _prompts_of(config: Config) -> list[Path]:
+    return [Path(path) for path in config.evaluate.prompts or sorted(SHIPPED_PROMPTS.glob("*.jsonl"))]
+
+
+def inputs_of(config: Config, drafter: Path, against: Path | None) -> dict[str, Any]:
+    """Everything that decides what decoding measures, but the machine's speed."""
+    return {
         "code": code_of(*CODE),
         "drafter": [sha256_of(drafter / name) for name in ("config.json", WEIGHTS)],
-        "champion": champion and [sha256_of(champion.directory / name) for name in ("config.json", WEIGHTS)],
+        "champion": against and [sha256_of(against / name) for name in ("config.json", WEIGHTS)],
         "target": target_digest(config.target),
         "dtype": config.target.dtype,
         "devices": config.target.devices,
-        "prompts": {Path(path).stem: sha256_of(Path(path)) for path in prompts},
-        "evaluate": {name: value for name, value in dataclasses.asdict(config.evaluate).items() if name != "prompts"},
+        "prompts": {path.stem: sha256_of(path) for path in _prompts_of(config)},
+        "evaluate": {
+            name: value for name, value in dataclasses.asdict(config.evaluate).items() if name not in NOT_DECIDING
+        },
         "template_kwargs": config.data.template_kwargs,
     }
-    against = None if champion is None else champion.directory
-    record = run_stage(evaluate_stage, inputs, refresh=refresh, config=config, drafter=drafter, against=against)
-    return record | {"result": json.loads(Path(record["evaluation"]).read_text())}
 
 
 @task(name="evaluate", **STAGE)

@@ -15,6 +15,7 @@ from tasks.outcome import TrainerEnded
 from tasks.prepare import prepare
 from tasks.regenerate import regenerate
 from tasks.register import Verdict, comparable, register
+from tasks.stages import run_link
 from tasks.summary import say_restarted, show_evaluation, summarise
 from tasks.supervise import supervise
 from tasks.tracking import Tracker, reconcile
@@ -62,13 +63,12 @@ def judge_run(config: Config, run_dir: Path, tracker: Tracker, *, registers: boo
     if tracker.run_id is None:
         raise ValueError(
             f"MLflow was not reached, so {run_dir.name} is not registered; once it is back: "
-            f"prefect deployment run dflash/evaluate -p run={run_dir.name} -p register=true"
+            f"prefect deployment run dflash/evaluate -p run={run_dir.name} -p promote=true"
         )
     return register(drafter, evaluated, champion, run_id=tracker.run_id, settings=run_dir / "config.json")
 
 
 def _flow_tags(instead_of: tuple[Path, int] | None) -> dict[str, str]:
     tags = {"prefect.flow_run": str(flow_run.name), "prefect.flow_run_id": str(flow_run.id)}
-    if url := flow_run.ui_url:
-        tags["prefect.flow_run_url"] = url
+    tags["prefect.link"] = run_link()
     return tags | ({} if instead_of is None else {"dflash.restart_of": instead_of[0].name})

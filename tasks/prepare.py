@@ -21,8 +21,13 @@ def prepare(config: Config, *, refresh: bool) -> dict[str, Any]:
     for knob, path in (("data.path", config.data.path), ("data.heldout_path", config.data.heldout_path)):
         if path is not None and not Path(path).is_file():
             raise ValueError(f"{knob}={path}: no such file; give a JSONL file of conversations")
+    return run_stage(prepare_stage, inputs_of(config), refresh=refresh, config=config, rebuild=refresh)
+
+
+def inputs_of(config: Config) -> dict[str, Any]:
+    """Everything that decides the tokenised data."""
     heldout = config.data.heldout_path
-    inputs = {
+    return {
         "code": code_of(*CODE),
         "data": sha256_of(Path(config.data.path)),
         "heldout": None if heldout is None else sha256_of(Path(heldout)),
@@ -32,7 +37,6 @@ def prepare(config: Config, *, refresh: bool) -> dict[str, Any]:
         "block_size": config.drafter.block_size,  # it is refused where no reply is that long
         "directory": config.data.prepared_dir,
     }
-    return run_stage(prepare_stage, inputs, refresh=refresh, config=config, rebuild=refresh)
 
 
 @task(name="prepare", **STAGE)

@@ -44,7 +44,15 @@ def regenerate(config: Config, *, refresh: bool) -> Config:
         return config
     if not Path(section.prompts).is_file():
         raise ValueError(f"regenerate.prompts={section.prompts}: no such file; give a JSONL or text file of prompts")
-    inputs = {
+    record = run_stage(regenerate_stage, inputs_of(config), refresh=refresh, config=config, refresh_answers=refresh)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=record["conversations"]))
+
+
+def inputs_of(config: Config) -> dict[str, Any]:
+    """Everything that decides the answers, and which prompts they are to."""
+    section = config.regenerate
+    assert section.prompts is not None
+    return {
         "code": code_of(*CODE),
         "prompts": sha256_of(Path(section.prompts)),
         "target": target_digest(config.target),
@@ -52,8 +60,6 @@ def regenerate(config: Config, *, refresh: bool) -> Config:
         "template_kwargs": config.data.template_kwargs,
         "regenerate": {name: value for name, value in dataclasses.asdict(section).items() if name not in NOT_DECIDING},
     }
-    record = run_stage(regenerate_stage, inputs, refresh=refresh, config=config, refresh_answers=refresh)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=record["conversations"]))
 
 
 @task(name="regenerate", **STAGE)

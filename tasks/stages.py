@@ -10,7 +10,7 @@ import fcntl
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from prefect import Task, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -49,7 +49,7 @@ def say_cached(record: dict[str, Any]) -> None:
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"]))
     get_run_logger().info("%s is from the cache: made by the run %s at %s", record["stage"], record["flow_run"], made)
     create_markdown_artifact(
-        f"**{record['stage']}** came from the cache: [{record['flow_run']}]({record['flow_run_url']}) made it at {made}.\n\n"
+        f"**{record['stage']}** came from the cache: {record['flow_run_link']} made it at {made}.\n\n"
         + "\n".join(f"- `{path}`" for path in list(record["files"])[:20]),
         key=f"{record['stage']}-from-cache",
         description=f"{record['stage']}: from the cache",
@@ -61,11 +61,17 @@ def record_of(stage: str, files: Sequence[Path], **values: Any) -> dict[str, Any
     return {
         "stage": stage,
         "flow_run": flow_run.name,
-        "flow_run_url": flow_run.ui_url,
+        "flow_run_link": run_link(),
         "time": time.time(),
         "files": {str(path): sha256_of(path) for path in files},
         **values,
     }
+
+
+def run_link() -> str:
+    """This flow run's name, with a link to its page where there is one: an embedded server has none."""
+    url = flow_run.ui_url or "None"
+    return f"{flow_run.name}" if url.startswith("None") else f"[{flow_run.name}]({url})"
 
 
 def altered(files: dict[str, str]) -> str | None:
@@ -89,10 +95,16 @@ def _only_one(key: str) -> Iterator[None]:
     directory = get_current_settings().home / "dflash-locks"
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / key).open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:  # polled, so that a cancel gets through
+        if not _taken(lock):
+            get_run_logger().info("another run is doing %s with the same inputs; waiting for its result", key)
+            while not _taken(lock):  # polled, so that a cancel gets through
                 time.sleep(POLL_SECONDS)
         yield
+
+
+def _taken(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -167,11 +167,12 @@ class Tracker:
         return self._delivery.record["run_id"]
 
     def run_url(self) -> str | None:
-        """Its page; None until it is there, and where MLflow is a file that has no page yet."""
+        """Its page, None until it is there; where MLflow is a file, the page that `mlflow server` shows of it by default."""
         record = self._delivery.record
-        if record["run_id"] is None or not record["uri"].startswith("http"):
+        if record["run_id"] is None:
             return None
-        return f"{record['uri'].rstrip('/')}/#/experiments/{record['experiment_id']}/runs/{record['run_id']}"
+        server = record["uri"] if record["uri"].startswith("http") else "http://127.0.0.1:5000"
+        return f"{server.rstrip('/')}/#/experiments/{record['experiment_id']}/runs/{record['run_id']}"
 
     def sample_gpus(self, step: int) -> None:
         """Adds a row for this step to gpu.jsonl, unless it has one. Raises GpuLost.

@@ -1,11 +1,15 @@
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "dflash"
-MODULES = sorted(SOURCE.rglob("*.py"))
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "dflash").rglob("*.py"))
+TASKS, FLOWS = sorted((ROOT / "tasks").rglob("*.py")), sorted((ROOT / "flows").rglob("*.py"))
+HEAVY = {"torch", "transformers", "accelerate"}
 ORCHESTRATION = {"prefect", "mlflow", "pynvml", "flows", "tasks"}
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
@@ -36,7 +40,30 @@ def test_the_trainer_imports_no_orchestrator_tracker_or_nvml(path):
     assert [name for name in names_imported(tree) if parts(name) & ORCHESTRATION] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
+def test_a_task_imports_no_flow_and_no_torch_and_only_tracking_imports_mlflow_or_nvml(path):
+    forbidden = {"flows"} | HEAVY | (set() if path.stem == "tracking" else {"mlflow", "pynvml"})
+    seen_by_a_type_checker_alone = {"registry": {"mlflow", "mlflow.MlflowClient", "mlflow.entities.model_registry"}}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {name for name in names_imported(tree) if name.split(".")[0] in forbidden}
+    allowed = seen_by_a_type_checker_alone.get(path.stem, set()) | {"mlflow.entities.model_registry.ModelVersion"}
+    assert found <= allowed
+
+
+@pytest.mark.parametrize("path", FLOWS, ids=lambda path: path.stem)
+def test_a_flow_imports_neither_torch_nor_mlflow_nor_nvml(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not [name for name in names_imported(tree) if name.split(".")[0] in HEAVY | {"mlflow", "pynvml"}]
+
+
+@pytest.mark.parametrize("flow", [path.stem for path in FLOWS if path.stem != "__init__"])
+def test_a_flow_process_starts_without_torch_transformers_mlflow_or_matplotlib(flow):
+    code = f"import sys, flows.{flow}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "mlflow", "pynvml", "matplotlib"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("path", [*MODULES, *TASKS, *FLOWS], ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_no_module_reads_or_writes_a_pickle(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert [

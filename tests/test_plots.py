@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from dflash.plots import COLOURS, acceptance, histogram
+from dflash.plots import COLOURS, acceptance, histogram, training
 
 BLOCK_SIZE = 8
 
@@ -84,3 +84,34 @@ def test_drawing_changes_nothing_for_others(tmp_path):
     before = dict(matplotlib.rcParams)
     histogram(tmp_path / "a.png", [1, 2], title="t", xlabel="x")
     assert dict(matplotlib.rcParams) == before
+
+
+def a_run(steps: int) -> list[dict]:
+    return [
+        {
+            "step": step,
+            "loss": None if step == 3 else 9 - 0.1 * step,
+            "tau": 1 + 0.01 * step,
+            "hs_samples": 40,
+            "hs_mix": [0.25, 0.5, 0.25],
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 60])
+def test_a_run_is_drawn_from_its_first_step_on_also_where_a_loss_is_missing(tmp_path, steps):
+    measured = {"heldout": [{"step": 0, "loss": 9.5, "tau": 1.0}], "evaluation": [{"step": steps, "eval/tau": 1.5}]}
+    training(tmp_path / "run.png", a_run(steps), **measured, edges=[64, 128], depth=90, title="run")
+    height, width, _ = imread(tmp_path / "run.png").shape
+    assert 500 <= height <= 800
+    assert 2000 <= width <= 3600
+    if steps == 60:
+        assert {COLOURS[0], COLOURS[1], COLOURS[2]} <= colours_in(tmp_path / "run.png")
+
+
+def test_a_run_without_any_real_decoding_is_drawn(tmp_path):
+    training(
+        tmp_path / "run.png", a_run(5), [], [{"step": 5, "eval/tau": None}], edges=[64, 128], depth=90, title="run"
+    )
+    assert (tmp_path / "run.png").stat().st_size > 10_000

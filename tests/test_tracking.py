@@ -69,8 +69,9 @@ def test_a_run_is_readable_in_mlflow_as_it_is_in_its_directory(mlflow_store, tmp
         client = connect()
         run = client.get_run(tracker.run_id)
         assert without_speed(in_mlflow(tracker.run_id)) == in_files(run_dir)
-        expected_url = f"{mlflow_store}/#/experiments/{run.info.experiment_id}/runs/{tracker.run_id}"
-        assert tracker.run_url() == (expected_url if mlflow_store.startswith("http") else None)
+        server = mlflow_store if mlflow_store.startswith("http") else "http://127.0.0.1:5000"  # mlflow server's default
+        expected_url = f"{server}/#/experiments/{run.info.experiment_id}/runs/{tracker.run_id}"
+        assert tracker.run_url() == expected_url
     assert (run.info.status, run.info.run_name) == ("FINISHED", run_dir.name)
     config = json.loads((run_dir / "config.json").read_text())
     assert len(run.data.params) == sum(map(len, config.values()))
