@@ -89,20 +89,30 @@ def write(directory: Path, checkpoint: Checkpoint) -> None:
     for left in directory.parent.glob(".step-*.partial"):  # by a process of this run that was killed while it wrote
         shutil.rmtree(left)
     partial = directory.with_name(f".{directory.name}.partial")
-    partial.mkdir(parents=True)
-    save_file(checkpoint.drafter, partial / FILES[0])
-    save_file(checkpoint.optimizer, partial / FILES[1])
-    (partial / FILES[2]).write_text(json.dumps(checkpoint.state, allow_nan=False))
-    manifest = {name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_of(partial / name)} for name in FILES}
-    (partial / "manifest.json").write_text(json.dumps(manifest, indent=2))
-    for path in (*partial.iterdir(), partial):
-        flush(path)
+    try:
+        _write_files(partial, checkpoint)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk must have room for the words that name it
+        raise
     if directory.exists():
         # only ever a torn one of this run, which went on from an earlier checkpoint; kept for whoever looks into it
         assert _damage(directory) is not None, directory
         os.rename(directory, directory.with_name(f".{directory.name}.torn-{time.time_ns()}"))
     os.rename(partial, directory)
     flush(directory.parent)
+
+
+def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
+    directory.mkdir(parents=True)
+    save_file(checkpoint.drafter, directory / FILES[0])
+    save_file(checkpoint.optimizer, directory / FILES[1])
+    (directory / FILES[2]).write_text(json.dumps(checkpoint.state, allow_nan=False))
+    manifest = {
+        name: {"bytes": (directory / name).stat().st_size, "sha256": sha256_of(directory / name)} for name in FILES
+    }
+    (directory / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    for path in (*directory.iterdir(), directory):
+        flush(path)
 
 
 class Saver:

@@ -58,7 +58,7 @@ class Cursor:
     """How far a reader has come: bytes read, and the step of the last row, by which it finds its place in a cut-off file."""
 
     offset: int = 0
-    step: int = 0
+    step: int = -1
 
 
 def read_rows(path: Path, cursor: Cursor = Cursor()) -> tuple[list[dict[str, Any]], Cursor]:

@@ -31,5 +31,5 @@ def evaluate(
     """
     run_dir = find_run(Path(root).absolute(), run)
     settings = changed(runs.read_config(run_dir), {"evaluate": evaluate})
-    with machine_slot(), Tracker(run_dir) as tracker:
+    with machine_slot(), Tracker(run_dir, trains=False) as tracker:
         judge_run(settings, run_dir, tracker, registers=promote, refresh=refresh)

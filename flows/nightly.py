@@ -6,24 +6,10 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from tasks import parameters as given
 from tasks.command import run_here
 from tasks.outcome import told_by_state
-from tasks.parameters import (
-    NONE,
-    Checkpoint,
-    Data,
-    Drafter,
-    Evaluate,
-    Objective,
-    Optim,
-    Regenerate,
-    Run,
-    Stage,
-    Stream,
-    Supervise,
-    Target,
-    read,
-)
+from tasks.parameters import read
 from tasks.pipeline import train_and_register
 from tasks.slot import Busy, machine_slot
 
@@ -33,18 +19,18 @@ from tasks.slot import Busy, machine_slot
 def nightly(
     config: str,
     enabled: bool = True,
-    target: Target = NONE,
-    data: Data = NONE,
-    regenerate: Regenerate = NONE,
-    drafter: Drafter = NONE,
-    objective: Objective = NONE,
-    optim: Optim = NONE,
-    stream: Stream = NONE,
-    checkpoint: Checkpoint = NONE,
-    evaluate: Evaluate = NONE,
-    run: Run = NONE,
-    supervise: Supervise = NONE,
-    refresh: tuple[Stage, ...] = (),
+    target: given.Target = given.NONE,
+    data: given.Data = given.NONE,
+    regenerate: given.Regenerate = given.NONE,
+    drafter: given.Drafter = given.NONE,
+    objective: given.Objective = given.NONE,
+    optim: given.Optim = given.NONE,
+    stream: given.Stream = given.NONE,
+    checkpoint: given.Checkpoint = given.NONE,
+    evaluate: given.Evaluate = given.NONE,
+    run: given.Run = given.NONE,
+    supervise: given.Supervise = given.NONE,
+    refresh: tuple[given.Stage, ...] = (),
 ) -> State | None:
     """Trains a drafter on tonight's data; the champion stays unless the new one is shown to be better.
 

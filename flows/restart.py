@@ -8,23 +8,9 @@ from pathlib import Path
 from prefect import flow
 
 from dflash import run_dir as runs
+from tasks import parameters as given
 from tasks.outcome import told_by_state
-from tasks.parameters import (
-    NONE,
-    Checkpoint,
-    Data,
-    Drafter,
-    Evaluate,
-    Objective,
-    Optim,
-    Regenerate,
-    Run,
-    Stage,
-    Stream,
-    Supervise,
-    Target,
-    changed,
-)
+from tasks.parameters import changed
 from tasks.pipeline import train_and_register
 from tasks.restart import find_run, fresh, stop
 from tasks.slot import machine_slot
@@ -35,18 +21,18 @@ from tasks.slot import machine_slot
 def restart(
     run: str,
     root: str = "runs",
-    target: Target = NONE,
-    data: Data = NONE,
-    regenerate: Regenerate = NONE,
-    drafter: Drafter = NONE,
-    objective: Objective = NONE,
-    optim: Optim = NONE,
-    stream: Stream = NONE,
-    checkpoint: Checkpoint = NONE,
-    evaluate: Evaluate = NONE,
-    run_fields: Run = NONE,
-    supervise: Supervise = NONE,
-    refresh: tuple[Stage, ...] = (),
+    target: given.Target = given.NONE,
+    data: given.Data = given.NONE,
+    regenerate: given.Regenerate = given.NONE,
+    drafter: given.Drafter = given.NONE,
+    objective: given.Objective = given.NONE,
+    optim: given.Optim = given.NONE,
+    stream: given.Stream = given.NONE,
+    checkpoint: given.Checkpoint = given.NONE,
+    evaluate: given.Evaluate = given.NONE,
+    run_fields: given.Run = given.NONE,
+    supervise: given.Supervise = given.NONE,
+    refresh: tuple[given.Stage, ...] = (),
 ) -> None:
     """Stops a run with a checkpoint and trains a fresh one, with its configuration and what is changed here.
 

@@ -11,24 +11,10 @@ import sys
 
 from prefect import flow
 
+from tasks import parameters as given
 from tasks.command import run_here
 from tasks.outcome import told_by_state
-from tasks.parameters import (
-    NONE,
-    Checkpoint,
-    Data,
-    Drafter,
-    Evaluate,
-    Objective,
-    Optim,
-    Regenerate,
-    Run,
-    Stage,
-    Stream,
-    Supervise,
-    Target,
-    read,
-)
+from tasks.parameters import read
 from tasks.pipeline import train_and_register
 from tasks.slot import machine_slot
 
@@ -37,18 +23,18 @@ from tasks.slot import machine_slot
 @told_by_state
 def train(
     config: str,
-    target: Target = NONE,
-    data: Data = NONE,
-    regenerate: Regenerate = NONE,
-    drafter: Drafter = NONE,
-    objective: Objective = NONE,
-    optim: Optim = NONE,
-    stream: Stream = NONE,
-    checkpoint: Checkpoint = NONE,
-    evaluate: Evaluate = NONE,
-    run: Run = NONE,
-    supervise: Supervise = NONE,
-    refresh: tuple[Stage, ...] = (),
+    target: given.Target = given.NONE,
+    data: given.Data = given.NONE,
+    regenerate: given.Regenerate = given.NONE,
+    drafter: given.Drafter = given.NONE,
+    objective: given.Objective = given.NONE,
+    optim: given.Optim = given.NONE,
+    stream: given.Stream = given.NONE,
+    checkpoint: given.Checkpoint = given.NONE,
+    evaluate: given.Evaluate = given.NONE,
+    run: given.Run = given.NONE,
+    supervise: given.Supervise = given.NONE,
+    refresh: tuple[given.Stage, ...] = (),
 ) -> None:
     """Trains a drafter, decodes held-out prompts with it, registers it, and makes it champion if it is better.
 

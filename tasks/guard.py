@@ -3,7 +3,8 @@
     python -m tasks.guard RUN_DIR --flow-run ID        started by the supervisor, told "over" through standard input, or cut off
 
 Cut off, it waits until the trainer has saved and ended, kills one that hangs, tells MLflow and Prefect that the run has crashed,
-and ends the embedded Prefect server that the supervisor left behind. It imports nothing large before that.
+and ends the embedded Prefect server that the supervisor left behind. Told "over" it only sees a trainer to its end that its
+supervisor could not wait for. It imports nothing large before that.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from uuid import UUID
 
 OVER = b"over"
 SAVE_SECONDS = 90.0  # for the trainer's last checkpoint: Prefect and MLflow shall know within two minutes
+LEAVE_SECONDS = 2.0  # to wait for a guard that has nothing left to do
 REASON = "its supervisor was killed"
 
 
@@ -34,11 +36,15 @@ def guarded(run_dir: Path, *, flow_run: str | None) -> Iterator[None]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    assert guard.stdin is not None
     try:
         yield
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            guard.communicate(OVER)
+        with contextlib.suppress(BrokenPipeError):  # somebody killed it
+            guard.stdin.write(OVER)
+            guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(LEAVE_SECONDS)
 
 
 def _embedded_servers() -> Iterator[int]:
@@ -64,30 +70,42 @@ def main() -> None:
     parsed = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # it ends with its task, or with the machine
-    if sys.stdin.buffer.read() == OVER:
-        return
+    is_over = sys.stdin.buffer.read() == OVER
     _end_trainer(parsed.run_dir)
+    if is_over:
+        return
     from tasks import tracking  # only now: seconds of imports
 
     for line in tracking.reconcile(parsed.run_dir.parent, name=parsed.run_dir.name, reason=REASON):
         print(line, flush=True)
-    _tell_prefect(parsed.flow_run)
-    for pid in parsed.server:
-        if b"prefect.server.api.server:create_app" in _command_of(pid):
-            os.kill(pid, signal.SIGTERM)
+    try:
+        _tell_prefect(parsed.flow_run)
+    finally:  # also where Prefect does not answer
+        for pid in parsed.server:
+            if b"prefect.server.api.server:create_app" in _command_of(pid):
+                os.kill(pid, signal.SIGTERM)
 
 
 def _end_trainer(run_dir: Path) -> None:
     """Until nobody trains in the run directory; a trainer that has not ended by itself by then is killed."""
-    from dflash.run_dir import trainer_of
+    from dflash import run_dir as runs
 
     deadline = time.monotonic() + SAVE_SECONDS
-    while (pid := trainer_of(run_dir)) is not None:
+    while (pid := runs.trainer_of(run_dir)) is not None:
         if time.monotonic() > deadline:
             print(f"trainer {pid} hangs: killed", flush=True)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill(pid)
+            runs.declare_crashed(run_dir, f"the trainer hung when it was to stop: killed after {SAVE_SECONDS:.0f} s")
         time.sleep(0.5)
+
+
+def _kill(pid: int) -> None:
+    """Ends a trainer with all that it started: it leads a group of its own, unless somebody started it by hand."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _tell_prefect(flow_run: str) -> None:

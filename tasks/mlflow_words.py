@@ -47,10 +47,10 @@ def _of_step(row: dict[str, Any], edges: Sequence[int]) -> Iterator[tuple[str, A
         if key == "slot_accuracy":
             yield from _numbered("slot_accuracy/slot", value)
         elif key == "hs_mix":
-            yield from zip((f"queue/mix_{name}" for name in _ranges(edges)), value, strict=True)
+            yield from zip((f"queue_mix/{name}" for name in _ranges(edges)), value, strict=True)
         elif key in ("hs_bucket_samples", "hs_bucket_bytes"):
             what = key.removeprefix("hs_bucket_")
-            yield from ((f"queue/bucket_{bucket}_{what}", number) for bucket, number in enumerate(value))
+            yield from zip((f"queue_{what}/{name}" for name in _ranges(edges)), value, strict=True)
         elif key == "hs_dropped":
             yield from ((f"queue/dropped_{reason}", number) for reason, number in value.items())
         elif key.startswith("hs_"):

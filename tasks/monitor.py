@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from uuid import UUID
 
@@ -16,6 +16,7 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash import run_dir as runs
 from dflash.command import FINISHED, REFUSED, STOPPED
+from dflash.metrics import read_rows
 from tasks.child import Child
 from tasks.outcome import TrainerEnded
 from tasks.tracking import GpuLost, Tracker
@@ -55,15 +56,11 @@ def monitor(
         try:
             tracker.sample_gpus(status["step"])
         except GpuLost as error:
-            _end_hung(trainer, stop_seconds)
-            raise TrainerEnded("crashed", f"a GPU is lost: {error}", step=status["step"]) from None
+            raise _given_up(trainer, run_dir, f"a GPU is lost: {error}", stop_seconds) from None
         silent = min(_silent_seconds(run_dir), time.monotonic() - started)
         if silent > stall_seconds:
-            _end_hung(trainer, stop_seconds)
-            reason = (
-                f"hung: no sign of life for {silent:.0f} s at step {status['step']} (stall_seconds={stall_seconds:g})"
-            )
-            raise TrainerEnded("crashed", reason, step=status["step"])
+            reason = f"hung: no sign of life for {silent:.0f} s at step {_step_reached(run_dir)} (stall_seconds={stall_seconds:g})"
+            raise _given_up(trainer, run_dir, reason, stop_seconds)
     status = runs.read_status(run_dir)
     progress.show(status, last=True)
     if code != FINISHED:
@@ -85,17 +82,34 @@ def _silent_seconds(run_dir: Path) -> float:
     return time.time() - max(times)
 
 
-def _end_hung(trainer: Child, stop_seconds: float) -> None:
-    """Half hung it may still save; else it is killed."""
+def _step_reached(run_dir: Path) -> int:
+    """The last row's: status.json may be seconds older."""
+    rows, _ = read_rows(run_dir / "metrics.jsonl")
+    return rows[-1]["step"] if rows else runs.read_status(run_dir)["step"]
+
+
+def _given_up(trainer: Child, run_dir: Path, reason: str, stop_seconds: float) -> TrainerEnded:
+    """The end of a trainer that cannot go on: half hung it may still save, else it is killed."""
     if not trainer.stop(stop_seconds):
         trainer.kill()
+    _declare_crashed(run_dir, reason, states=(*runs.LIVING, "stopped"))
+    return TrainerEnded("crashed", reason, step=_step_reached(run_dir))
+
+
+def _declare_crashed(run_dir: Path, reason: str, *, states: Collection[str] = runs.LIVING) -> None:
+    try:
+        runs.declare_crashed(run_dir, reason, states=states)
+    except OSError as error:  # a full disk, say: the reason must still get to Prefect and MLflow
+        get_run_logger().warning("%s: status.json cannot be written: %s", run_dir.name, error.strerror)
 
 
 def _ended(code: int, trainer: Child, run_dir: Path) -> TrainerEnded:
     """The trainer's end as status.json tells it, which a killed one could not write."""
     if code < 0:
         name = signal.Signals(-code).name
-        runs.declare_crashed(run_dir, f"the trainer was killed by {name}" + _who_kills(name))
+        reason = f"the trainer was killed by {name}" + _who_kills(name)
+        _declare_crashed(run_dir, reason)
+        return TrainerEnded("crashed", reason, step=_step_reached(run_dir))
     status = runs.read_status(run_dir)
     state, reason = status["state"], status["reason"] or trainer.last_line().removeprefix("dflash: ")
     if code == STOPPED:
@@ -106,9 +120,9 @@ def _ended(code: int, trainer: Child, run_dir: Path) -> TrainerEnded:
         state, reason = "refused", trainer.last_line().removeprefix("dflash: ")
     elif state in ("created", "starting", "running", "finished"):  # it died in its last or first moments
         reason = f"the trainer ended with code {code}: {trainer.last_line()}"
-        runs.declare_crashed(run_dir, reason)
+        _declare_crashed(run_dir, reason)
         state = "crashed"
-    return TrainerEnded(state, reason, step=status["step"])
+    return TrainerEnded(state, reason, step=_step_reached(run_dir))
 
 
 def _who_kills(name: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect.client.orchestration import get_client
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import CancelledRun, CrashedRun, FailedRun, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed, Failed
 
@@ -34,16 +34,22 @@ class TrainerEnded(Exception):
 
 
 TOLD = (TrainerEnded, JobFailed, ValueError)  # their message is all that a user needs
+TOLD_BEFORE = (
+    FailedRun,
+    CancelledRun,
+    CrashedRun,
+)  # Prefect's engine, of a state that it has just logged with its message
 
 
 class _WithoutTraceback(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(record.exc_info[1], TOLD):
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, TOLD):
             record.exc_info = record.exc_text = None
-        return True
+        return not isinstance(error, TOLD_BEFORE)
 
 
-for _name in ("prefect.task_runs", "prefect.flow_runs"):
+for _name in ("prefect.task_runs", "prefect.flow_runs", "prefect.engine"):
     logging.getLogger(_name).addFilter(_WithoutTraceback())
 
 

@@ -21,6 +21,7 @@ def _fields_of(section: str) -> WithJsonSchema:
     as it came would put all of them over the file's values."""
     schema = TypeAdapter(SECTIONS[section]).json_schema()
     required = schema.pop("required", [])
+    schema["properties"] = {name: schema["properties"][name] for name in SECTIONS[section].__dataclass_fields__}
     for name, field in schema["properties"].items():
         default = field.pop("default", None)
         note = "in the file or here" if name in required else f"default: {'none' if default is None else default}"

@@ -1,5 +1,6 @@
 """What every training flow does, in order."""
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def train_and_register(
             supervise(run_dir, tracker, config=config.supervise, slot=slot, on_first_step=first_step)
             verdict = judge_run(config, run_dir, tracker, registers=True, refresh="evaluate" in refresh)
         except TrainerEnded:
-            summarise(run_dir, tracker, None)
+            with contextlib.suppress(OSError):  # a full disk, say: how the run ended matters more
+                summarise(run_dir, tracker, None)
             raise
         summarise(run_dir, tracker, verdict)
 

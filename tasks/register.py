@@ -75,7 +75,7 @@ def register(
     model = registry.model_name(record["target"]["name"])
     better, reason = judge(evaluated["result"], champion)
     tags = {
-        "tau": f"{overall['tau']:.4f}",
+        "tau": "none" if overall["tau"] is None else f"{overall['tau']:.4f}",
         "tau_interval": json.dumps(overall["tau_interval"]),
         "prompts": str(overall["prompts"]),
         "speed_up": f"{overall['speed_up']:.3f}",

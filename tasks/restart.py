@@ -17,7 +17,8 @@ from tasks.child import Child
 from tasks.launch import launch
 from tasks.outcome import TrainerEnded
 
-HOPELESS = ("NonFinite", "OSError: [Errno 28]", "MemoryError")  # reasons that come again at the same place
+HOPELESS = ("NonFinite", "MemoryError")  # reasons that come again at the same place
+DISK_FULL = "No space left on device"  # in the words of Python and of the library that writes checkpoints
 POLL_SECONDS = 0.5
 
 
@@ -26,7 +27,7 @@ POLL_SECONDS = 0.5
 
 def worth_another_try(end: TrainerEnded, before: TrainerEnded | None) -> bool:
     """Whether a trainer that ended like this may get further; not when it just ended in the same way at the same step."""
-    if end.state not in ("crashed", "failed") or end.reason.startswith(HOPELESS):
+    if end.state not in ("crashed", "failed") or end.reason.startswith(HOPELESS) or DISK_FULL in end.reason:
         return False
     return before is None or (end.step, end.reason) != (before.step, before.reason)
 

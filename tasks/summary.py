@@ -119,9 +119,11 @@ def _interval(ends: list[float] | None) -> str:
     return "-" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
-@task(name="verify restart", cache_policy=NO_CACHE)
 def say_restarted(old: Path, step: int, new: Path) -> None:
-    """Says that the fresh run makes steps, and where both are."""
+    """Says in the page that the fresh run makes steps, and where both are.
+
+    No task of its own: it happens inside of monitor, and would be shown as rolled back whenever that ends otherwise than well.
+    """
     words = f"{old.name} stopped at step {step:,}, its checkpoints stay; {new.name} started from initialisation and makes steps"
     get_run_logger().info("%s: %s and %s", words, old, new)
     create_markdown_artifact(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from prefect import get_run_logger
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 
@@ -40,14 +41,22 @@ def supervise(
                         before, restarts = end, restarts + 1
                 trainer = restart(run_dir, before, attempt=restarts, of=config.max_restarts, slot=slot)
         except TrainerEnded as end:
-            tracker.end(end.state, end.reason)
+            _tell_mlflow(tracker, end.state, end.reason)
             raise
         except (KeyboardInterrupt, TerminationSignal):
             reason = "cancelled in Prefect, or its process was told to end"
-            tracker.end(
-                runs.read_status(run_dir)["state"] if _has_ended(run_dir) else "stopped", reason, wait_seconds=2
-            )
+            state = runs.read_status(run_dir)["state"] if _has_ended(run_dir) else "stopped"
+            _tell_mlflow(tracker, state, reason, wait_seconds=2)
             raise
+
+
+def _tell_mlflow(tracker: Tracker, state: str, reason: str, *, wait_seconds: float = 60) -> None:
+    try:
+        tracker.end(state, reason, wait_seconds)
+    except (
+        OSError
+    ) as error:  # a full disk, say: Prefect must still be told how the run ended, MLflow is by the next run
+        get_run_logger().warning("MLflow is not told yet, tracking.json cannot be written: %s", error.strerror)
 
 
 def _has_ended(run_dir: Path) -> bool:

@@ -127,11 +127,13 @@ class Tracker:
     """Follows a run directory into MLflow until the end of the `with` block. Only `end` waits for it, and leaving, for seconds.
 
     Only one supervises a run directory at a time: ValueError for a second one. A directory that was tracked before, whose run
-    had ended or not, goes on in its own MLflow run.
+    had ended or not, goes on in its own MLflow run; one that is not to be trained (`trains` false) keeps its end.
     """
 
-    def __init__(self, run_dir: Path, experiment: str = "dflash", tags: dict[str, str] | None = None):
-        self.run_dir = run_dir
+    def __init__(
+        self, run_dir: Path, experiment: str = "dflash", tags: dict[str, str] | None = None, *, trains: bool = True
+    ):
+        self.run_dir, self._trains = run_dir, trains
         self._experiment, self._tags = experiment, dict(tags or {})
         self._files: deque[tuple[Path, str]] = deque()
         self._wake, self._leaving, self._delivered = threading.Event(), threading.Event(), threading.Event()
@@ -144,7 +146,10 @@ class Tracker:
             self._gpus = gpus()
             self._tags |= gpu_tags(self._gpus)
             self._delivery = _Delivery(self.run_dir, self._experiment, self._tags, self._files)
-            self._delivery.reopen()
+            if self._trains:
+                self._delivery.reopen()
+            else:
+                self._delivery.keep_end()
         except BaseException:
             lock.close()
             raise
@@ -278,6 +283,12 @@ class _Delivery:
     def reopen(self) -> None:
         """Goes on after an end."""
         self._save(end=None, ended=False)
+
+    def keep_end(self) -> None:
+        """Stays with the end that there was; one that MLflow was never told is the status'."""
+        status = runs.read_status(self._run_dir)
+        if self.record["end"] is None and status["state"] in MLFLOW_STATUS:
+            self.ask_end(status["state"], status.get("reason"), status["time"])
 
     def ask_end(self, state: str, reason: str | None, when: float) -> None:
         assert state in MLFLOW_STATUS, state
@@ -420,14 +431,13 @@ class _Delivery:
             return
         read = self.record["read"].get(name, {"offset": 0, "step": -1, "since": None})
         rows, end = read_rows(self._run_dir / name, Cursor(read["offset"], read["step"]))
-        edges, token_bytes = self._facts if rows else ((), None)
         late = self.record["sending"]  # not there yet; should it still come, MLflow knows it by its times as the same
         clock = late["time"] if late is not None and late["file"] == name else time.time()
         upto, metrics = read, list[Metric]()
         for row in rows:
-            named, since = metrics_of(name, row, edges), None
+            named, since = metrics_of(name, row, self._bucket_edges), None
             if name == "metrics.jsonl":
-                speed, since = target_speed(row, upto["since"], token_bytes)
+                speed, since = target_speed(row, upto["since"], self._token_bytes)
                 named |= speed
             if len(metrics) + len(named) > METRICS_PER_CALL:
                 self._send_metrics(name, clock, metrics, upto)
@@ -450,12 +460,13 @@ class _Delivery:
         self._arrived(sending)
 
     @functools.cached_property
-    def _facts(self) -> tuple[list[int], int | None]:
-        """(bucket edges, bytes of a token's features): the trainer writes them before its first row."""
-        config, provenance = (
-            json.loads((self._run_dir / name).read_text()) for name in ("config.json", "provenance.json")
-        )
-        return config["stream"]["bucket_edges"], feature_bytes(provenance)
+    def _bucket_edges(self) -> list[int]:
+        return json.loads((self._run_dir / "config.json").read_text())["stream"]["bucket_edges"]
+
+    @functools.cached_property
+    def _token_bytes(self) -> int | None:
+        """Of a token's features; the trainer writes what they are before its first row."""
+        return feature_bytes(json.loads((self._run_dir / "provenance.json").read_text()))
 
     def _send_file(self, path: Path, artifact_dir: str) -> None:
         if not path.is_file():

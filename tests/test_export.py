@@ -28,6 +28,7 @@ from dflash.target import load_target
 from dflash.verify import verify
 
 FINISHED, FAILED, REFUSED = 0, 1, 2
+WEIGHTS, SUMS = "drafter.safetensors", "SHA256SUMS"
 
 
 class Place:
@@ -203,6 +204,50 @@ def test_the_card_shows_what_evaluate_measured_and_how(place, tmp_path):
     assert f"| {name} | 2 | {result['sets'][name]['tau']:.3f} | {low:.3f} to {high:.3f} |" in text
     assert result["command"] in text
     assert "Not measured" not in text
+
+
+def measurement(tmp_path, checkpoint, *, tau: float) -> Path:
+    """A file as `python -m dflash.evaluate --out` writes it, of this checkpoint's drafter."""
+    of = {"prompts": 3, "tau": tau, "tau_interval": [tau - 0.5, tau + 0.5]}
+    drafter = {"path": "x", "step": 2, "weights_sha256": json_at(checkpoint / "manifest.json")[WEIGHTS]["sha256"]}
+    path = tmp_path / f"tau-{tau}.json"
+    path.write_text(json.dumps({"command": "measure it", "sets": {"few": of}, "overall": of, "drafter": drafter}))
+    return path
+
+
+def all_bytes(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_card_without_figures_is_given_them_and_nothing_else_of_the_export_changes(place, tmp_path):
+    checkpoint, out = place.checkpoints["full"], tmp_path / "out"
+    assert run(checkpoint, "--out", out) == FINISHED
+    before, measured = all_bytes(out), measurement(tmp_path, checkpoint, tau=2.25)
+    assert run("--describe", out, "--evaluation", measured) == FINISHED
+    after = all_bytes(out)
+    assert {name for name in after if after[name] != before.get(name)} == {"README.md", "SHA256SUMS"}
+    assert "| few | 3 | 2.250 | 1.750 to 2.750 |" in after["README.md"].decode()
+    sums = "".join(f"{hashlib.sha256(after[name]).hexdigest()}  {name}\n" for name in sorted(after) if name != SUMS)
+    assert after[SUMS].decode() == sums
+    assert run(checkpoint, "--out", tmp_path / "at-once", "--evaluation", measured) == FINISHED
+    assert all_bytes(tmp_path / "at-once") == after  # as if it had been measured before
+
+
+def test_a_card_that_has_figures_keeps_them_for_it_may_be_registered(place, tmp_path):
+    checkpoint, out = place.checkpoints["full"], tmp_path / "out"
+    assert run(checkpoint, "--out", out, "--evaluation", measurement(tmp_path, checkpoint, tau=2.25)) == FINISHED
+    before = all_bytes(out)
+    assert run("--describe", out, "--evaluation", measurement(tmp_path, checkpoint, tau=3.5)) == FINISHED
+    assert all_bytes(out) == before
+
+
+def test_a_card_is_not_given_the_figures_of_another_drafter(place, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(place.checkpoints["full"], "--out", out) == FINISHED
+    before, others = all_bytes(out), measurement(tmp_path, place.checkpoints["sliding"], tau=2.25)
+    assert run("--describe", out, "--evaluation", others) == REFUSED
+    assert "measured another drafter (x, step 2)" in capsys.readouterr().err.splitlines()[-1]
+    assert all_bytes(out) == before
 
 
 # -- the commands ----------------------------------------------------------------------------------------------------
@@ -424,6 +469,15 @@ REFUSALS = {
     "an evaluation that is a list": written("[]"),
     "an evaluation without figures": written('{"sets": {"a": {}}, "overall": {}}'),
     "an evaluation of another drafter": of_another_drafter,
+    "describe without an evaluation": lambda place, at: (["--describe", place.good], "--evaluation is not set"),
+    "describe and verify at once": lambda place, at: (
+        ["--describe", place.good, "--evaluation", at, "--verify", place.good],
+        "give one of them",
+    ),
+    "describe of a checkpoint": lambda place, at: (
+        ["--describe", place.checkpoints["full"], "--evaluation", at / "gone.json"],
+        "checkpoint",
+    ),
     "verify and export at once": lambda place, at: (
         [place.checkpoints["full"], "--verify", at, "--target", place.root / "qwen3"],
         "give one of them",

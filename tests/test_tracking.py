@@ -134,6 +134,16 @@ def test_what_is_known_later_is_added_later(tmp_path, mlflow_file):
     assert run.info.status == "RUNNING"
 
 
+def test_gpus_are_followed_while_the_trainer_is_still_loading(mlflow_file, tmp_path):
+    run_dir = new_run(tmp_path / "runs", steps=0)
+    (run_dir / "provenance.json").unlink()
+    with Tracker(run_dir) as tracker:
+        tracker.sample_gpus(0)
+        assert tracker.end("stopped", "before its first step", SECONDS)
+        assert tracker.run_id is not None
+        assert ("gpu/devices", 0) in in_mlflow(tracker.run_id)
+
+
 def test_one_directory_is_one_mlflow_run_also_after_its_end_and_when_its_id_was_not_saved(tmp_path, mlflow_file):
     run_dir = new_run(tmp_path / "runs", steps=5)
     with Tracker(run_dir) as tracker:

@@ -107,10 +107,11 @@ def in_mlflow(run_id: str) -> dict[tuple[str, int], list[float]]:
 def in_files(run_dir: Path) -> dict[tuple[str, int], list[float]]:
     """The same of the rows of the run directory as they are now, but for the target's speed."""
     values: dict[tuple[str, int], list[float]] = {}
-    for name in ("metrics.jsonl", "heldout.jsonl", "evaluation.jsonl", "gpu.jsonl"):
+    edges = json.loads((run_dir / "config.json").read_text())["stream"]["bucket_edges"]
+    for name in ("metrics.jsonl", "heldout.jsonl", "evaluation.jsonl", "gpu.jsonl", "final.jsonl"):
         lines = (run_dir / name).read_text().splitlines() if (run_dir / name).exists() else []
         for line in map(json.loads, lines):
-            values |= {(key, line["step"]): [value] for key, value in metrics_of(name, line, EDGES).items()}
+            values |= {(key, line["step"]): [value] for key, value in metrics_of(name, line, edges).items()}
     return values
 
 
