@@ -2,6 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 export OMP_WAIT_POLICY ?= PASSIVE # spinning threads double the CPU time of small kernels on shared cores
+unexport PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes; compiling torch's modules anew takes each of them seconds
 
 # Independent clients of tests/interop, each in an environment of its own (z-lab's package is called `dflash` too)
 CLIENTS := zlab transformers llamacpp vllm speculators

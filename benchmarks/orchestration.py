@@ -1,18 +1,23 @@
 """What the orchestration costs: CPU and wall seconds from the command to the first step, and the supervisor's share of a core.
 
-    python -m benchmarks.orchestration [--config deployments/smollm2-cpu.yaml] [--steps 300]
+    python -m benchmarks.orchestration [--config deployments/smollm2-cpu.yaml] [--steps 300] [--mlflow-file]
 
-Runs `python -m flows.train` twice, in a directory of its own with Prefect embedded and MLflow in a file: the first time makes the
-tables and the stages, the second finds everything cached and is the one that is measured. Its target is that of `make demo`.
+Runs `python -m flows.train` twice, in a directory of its own with Prefect embedded and an MLflow server beside it. The first run
+makes the tables and the stages, the second finds everything cached and is the one that is measured. With `--mlflow-file` MLflow is
+a file, which the supervisor itself then writes. Its target is that of `make demo`.
 """
 
 import argparse
+import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -35,11 +40,45 @@ def cpu_seconds(pid: int, *, tree: bool) -> float:
     return own + sum(cpu_seconds(int(child), tree=True) for child in children)
 
 
-def run(config: str, steps: int, place: Path) -> tuple[list[tuple[str, float, float]], float]:
+@contextlib.contextmanager
+def mlflow_server(place: Path) -> Iterator[str]:
+    """The address of an MLflow server that keeps its data in `place`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        "--backend-store-uri",
+        f"sqlite:///{place}/mlflow.db",
+    ]
+    words += ["--artifacts-destination", str(place / "artifacts")]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (place / "mlflow.log").open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *words], env=environment, stdout=output, stderr=output
+        )
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            assert server.poll() is None, (place / "mlflow.log").read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def run(config: str, steps: int, place: Path, mlflow: str) -> tuple[list[tuple[str, float, float]], float]:
     """([(stage, wall seconds, CPU seconds of all processes)] to the first step, the supervisor's share of a core from there on)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
         "PREFECT_HOME": str(place / "prefect"),
-        "MLFLOW_TRACKING_URI": f"sqlite:///{place}/mlflow.db",
+        "MLFLOW_TRACKING_URI": mlflow,
         "TMPDIR": str(place),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
@@ -80,10 +119,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="deployments/smollm2-cpu.yaml")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--mlflow-file", action="store_true")
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        run(parsed.config, 2, Path(scratch))
-        marks, share = run(parsed.config, parsed.steps, Path(scratch))
+        place = Path(scratch)
+        file = contextlib.nullcontext(f"sqlite:///{place}/mlflow.db")
+        with file if parsed.mlflow_file else mlflow_server(place) as mlflow:
+            run(parsed.config, 2, place, mlflow)
+            marks, share = run(parsed.config, parsed.steps, place, mlflow)
     print("| from the command to the first step, everything cached | wall s | CPU s |\n|---|---|---|")
     wall_before = cpu_before = 0.0
     for stage, wall, cpu in marks:

@@ -12,14 +12,13 @@ from tasks import registry
 from tasks.deploy import deploy
 from tasks.evaluate import evaluate
 from tasks.export import best_checkpoint, export
-from tasks.outcome import TrainerEnded
 from tasks.prepare import prepare
 from tasks.regenerate import regenerate
 from tasks.register import Verdict, comparable, register
 from tasks.stages import run_link
 from tasks.summary import say_restarted, show_evaluation, summarise
 from tasks.supervise import supervise
-from tasks.tracking import Tracker, reconcile
+from tasks.tracking import Tracker, mlflow_needed, reconcile
 
 
 def train_and_register(
@@ -45,7 +44,7 @@ def train_and_register(
         try:
             supervise(run_dir, tracker, config=config.supervise, slot=slot, on_first_step=first_step)
             verdict = judge_run(config, run_dir, tracker, registers=True, refresh="evaluate" in refresh)
-        except TrainerEnded:
+        except Exception:
             with contextlib.suppress(OSError):  # a full disk, say: how the run ended matters more
                 summarise(run_dir, tracker, None)
             raise
@@ -54,20 +53,16 @@ def train_and_register(
 
 def judge_run(config: Config, run_dir: Path, tracker: Tracker, *, registers: bool, refresh: bool) -> Verdict | None:
     """Export, real decoding against the champion, and, if it `registers`, a model version and the gate."""
-    drafter = export(best_checkpoint(run_dir))
-    champion = comparable(
-        drafter, registry.champion(registry.model_name(config.target.name), Path(config.run.root) / ".champions")
-    )
-    evaluated = evaluate(config, drafter, champion, refresh=refresh)
-    show_evaluation(run_dir, tracker, evaluated, champion)
-    if not registers:
-        return None
-    if tracker.run_id is None:
-        raise ValueError(
-            f"MLflow was not reached, so {run_dir.name} is not registered; once it is back: "
-            f"prefect deployment run dflash/evaluate -p run={run_dir.name} -p promote=true"
-        )
-    return register(drafter, evaluated, champion, run_id=tracker.run_id, settings=run_dir / "config.json")
+    model = registry.model_name(config.target.name)
+    once_back = f"prefect deployment run dflash/evaluate -p run={run_dir.name} -p promote=true"
+    with mlflow_needed(f"{run_dir.name} is trained and not registered; once MLflow is back: {once_back}"):
+        drafter = export(best_checkpoint(run_dir))
+        champion = comparable(drafter, registry.champion(model, Path(config.run.root) / ".champions"))
+        evaluated = evaluate(config, drafter, champion, refresh=refresh)
+        show_evaluation(run_dir, tracker, evaluated, champion)
+        if not registers:
+            return None
+        return register(drafter, evaluated, champion, tracker=tracker, settings=run_dir / "config.json")
 
 
 def _flow_tags(instead_of: tuple[Path, int] | None) -> dict[str, str]:

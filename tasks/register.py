@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from tasks import registry
 from tasks.child import run_job
 from tasks.registry import Champion
+from tasks.tracking import MlflowDown, Tracker, tracking_uri, without_secret
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def comparable(drafter: Path, champion: Champion | None) -> Champion | None:
 
 @task(name="register", cache_policy=NO_CACHE)
 def register(
-    drafter: Path, evaluated: dict[str, Any], champion: Champion | None, *, run_id: str, settings: Path
+    drafter: Path, evaluated: dict[str, Any], champion: Champion | None, *, tracker: Tracker, settings: Path
 ) -> Verdict:
     """The export, verified, as a model version with what was measured; the alias champion moves if the gate says so."""
     log, output = get_run_logger(), drafter.parent / "export.log"
@@ -87,7 +88,11 @@ def register(
         "gate": reason,
         "compared_with": "plain decoding" if champion is None else f"version {champion.version}",
     }
-    version = registry.register_version(model, drafter, run_id=run_id, step=record["checkpoint"]["step"], tags=tags)
+    if tracker.run_id is None:
+        raise MlflowDown(f"MLflow at {without_secret(tracking_uri())} was not reached")
+    version = registry.register_version(
+        model, drafter, run_id=tracker.run_id, step=record["checkpoint"]["step"], tags=tags
+    )
     if champion is not None and champion.version == version:
         return Verdict(model, version, False, "it is the champion")
     promoted = better and registry.promote(model, version, instead_of=champion and champion.version)

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash import run_dir as runs
 from dflash.config import Config
 from dflash.files import replaced
-from tasks.child import Child
+from tasks.child import Child, JobFailed
 from tasks.launch import launch
 from tasks.outcome import TrainerEnded
 
@@ -58,7 +58,7 @@ def find_run(root: Path, name: str) -> Path:
 def stop(run_dir: Path, *, seconds: float) -> int:
     """Has a run's trainer save and end; proven by its lock, which the kernel frees with its death. Returns the step reached.
 
-    Raises ValueError where it cannot be reached from here, TimeoutError where it has not ended within `seconds`.
+    Raises ValueError where it cannot be reached from here, JobFailed where it has not ended within `seconds`.
     """
     log = get_run_logger()
     pid = runs.trainer_of(run_dir)
@@ -72,7 +72,7 @@ def stop(run_dir: Path, *, seconds: float) -> int:
     deadline = time.monotonic() + seconds
     while runs.trainer_of(run_dir) == pid:
         if time.monotonic() > deadline:
-            raise TimeoutError(
+            raise JobFailed(
                 f"process {pid} of {run_dir.name} has not ended within {seconds:g} s (supervise.stop_seconds); no run was started"
             )
         time.sleep(POLL_SECONDS)

@@ -53,9 +53,7 @@ def supervise(
 def _tell_mlflow(tracker: Tracker, state: str, reason: str, *, wait_seconds: float = 60) -> None:
     try:
         tracker.end(state, reason, wait_seconds)
-    except (
-        OSError
-    ) as error:  # a full disk, say: Prefect must still be told how the run ended, MLflow is by the next run
+    except OSError as error:  # a full disk, say: Prefect must still be told; MLflow will be by the next run
         get_run_logger().warning("MLflow is not told yet, tracking.json cannot be written: %s", error.strerror)
 
 

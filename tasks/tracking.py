@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dflash import run_dir as runs
 from dflash.files import sha256_of_json, write_json
 from dflash.metrics import Cursor, MetricsFile, read_rows
+from tasks.child import JobFailed
 from tasks.gpus import Gpu, GpuLost, gpu_tags, read_gpus, visible_gpus
 from tasks.mlflow_words import as_text, feature_bytes, metrics_of, params_of, tags_of, target_speed, without_secret
 
@@ -59,7 +61,18 @@ MLFLOW_STATUS = {  # of the trainer's state
     "crashed": "FAILED",
 }
 
-__all__ = ["GpuLost", "Tracker", "connect", "gpus", "is_missing", "reconcile", "tracking_uri", "without_secret"]
+__all__ = [
+    "GpuLost",
+    "MlflowDown",
+    "Tracker",
+    "connect",
+    "gpus",
+    "is_missing",
+    "mlflow_needed",
+    "reconcile",
+    "tracking_uri",
+    "without_secret",
+]
 
 GONE = "trainer and supervisor are gone and left no reason"
 
@@ -113,6 +126,26 @@ def _experiment(client: "MlflowClient", name: str) -> str:
         if found is None:
             raise ValueError(f"MLflow made no experiment {name!r}")
     return found.experiment_id
+
+
+class MlflowDown(JobFailed):
+    """MLflow does not answer, where nothing can be done without it."""
+
+
+@contextlib.contextmanager
+def mlflow_needed(remedy: str) -> Iterator[None]:
+    """Raises MlflowDown, with the remedy, where MLflow fails in the block."""
+    try:
+        yield
+    except MlflowDown as error:
+        raise MlflowDown(f"{error}: {remedy}") from None
+    except Exception as error:
+        from mlflow.exceptions import MlflowException
+
+        if isinstance(error, MlflowException):
+            where = without_secret(tracking_uri())
+            raise MlflowDown(f"MLflow at {where} fails: {remedy} ({_one_line(error)})") from None
+        raise
 
 
 def is_missing(error: Exception) -> bool:

@@ -173,7 +173,7 @@ def test_a_night_that_is_off_or_finds_the_machine_busy_is_skipped_in_words_and_a
             lock.write("a long run")
             lock.flush()
             off = prefect_server.submit("nightly", config=config, enabled=False)
-            busy = prefect_server.submit("nightly", config=config)
+            busy = prefect_server.submit("nightly", config=config, enabled=True)
             waiting = prefect_server.submit("train", config=config)
             ends = {name: prefect_server.wait(flow_run) for name, flow_run in (("off", off), ("busy", busy))}
             assert {name: (end["type"], end["name"]) for name, end in ends.items()} == {

@@ -14,8 +14,9 @@ from tracked_run import PROVENANCE, add_rows, in_files, in_mlflow, new_run, row,
 
 from dflash.metrics import MetricsFile
 from dflash.run_dir import only_trainer, read_status, write_status
-from tasks import tracking
-from tasks.tracking import Tracker, connect, reconcile, tracking_uri
+from tasks import registry, tracking
+from tasks.child import JobFailed
+from tasks.tracking import Tracker, connect, mlflow_needed, reconcile, tracking_uri
 
 LOG_BATCH = "/api/2.0/mlflow/runs/log-batch"
 SECONDS = 60  # for what takes one
@@ -472,3 +473,17 @@ def test_the_module_is_imported_without_mlflow():
         [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
+
+
+def test_where_nothing_can_be_done_without_mlflow_its_absence_is_one_line_with_the_remedy(monkeypatch, tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://somebody:secret@127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    with pytest.raises(JobFailed) as down, mlflow_needed("register it later"):
+        registry.champion("dflash-none", tmp_path)
+    assert "register it later" in str(down.value)
+    assert "127.0.0.1" in str(down.value)
+    assert "secret" not in str(down.value)
+    with pytest.raises(ZeroDivisionError), mlflow_needed("not for any other failure"):
+        raise ZeroDivisionError
