@@ -12,6 +12,7 @@ from tasks import registry
 from tasks.deploy import deploy
 from tasks.evaluate import evaluate
 from tasks.export import best_checkpoint, export
+from tasks.guard import guarded
 from tasks.prepare import prepare
 from tasks.regenerate import regenerate
 from tasks.register import Verdict, comparable, register
@@ -40,7 +41,7 @@ def train_and_register(
         if instead_of is not None:
             say_restarted(*instead_of, run_dir)
 
-    with Tracker(run_dir, tags=_flow_tags(instead_of)) as tracker:
+    with Tracker(run_dir, tags=_flow_tags(instead_of)) as tracker, guarded(run_dir, flow_run=flow_run.id):
         try:
             supervise(run_dir, tracker, config=config.supervise, slot=slot, on_first_step=first_step)
             verdict = judge_run(config, run_dir, tracker, registers=True, refresh="evaluate" in refresh)

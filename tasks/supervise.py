@@ -5,11 +5,9 @@ from pathlib import Path
 
 from prefect import get_run_logger
 from prefect.exceptions import TerminationSignal
-from prefect.runtime import flow_run
 
 from dflash import run_dir as runs
 from dflash.config import SuperviseConfig
-from tasks.guard import guarded
 from tasks.launch import launch
 from tasks.monitor import monitor
 from tasks.outcome import TrainerEnded
@@ -26,28 +24,27 @@ def supervise(
     """
     watch = {"stall_seconds": config.stall_seconds, "stop_seconds": config.stop_seconds}
     before, restarts = None, 0
-    with guarded(run_dir, flow_run=flow_run.id):
-        try:
-            trainer = launch(run_dir, slot=slot)
-            while True:
-                with trainer:
-                    try:
-                        monitor(trainer, tracker, on_first_step=on_first_step, **watch)
-                        tracker.end("finished", None)
-                        return
-                    except TrainerEnded as end:
-                        if restarts == config.max_restarts or not worth_another_try(end, before):
-                            raise
-                        before, restarts = end, restarts + 1
-                trainer = restart(run_dir, before, attempt=restarts, of=config.max_restarts, slot=slot)
-        except TrainerEnded as end:
-            _tell_mlflow(tracker, end.state, end.reason)
-            raise
-        except (KeyboardInterrupt, TerminationSignal):
-            reason = "cancelled in Prefect, or its process was told to end"
-            state = runs.read_status(run_dir)["state"] if _has_ended(run_dir) else "stopped"
-            _tell_mlflow(tracker, state, reason, wait_seconds=2)
-            raise
+    try:
+        trainer = launch(run_dir, slot=slot)
+        while True:
+            with trainer:
+                try:
+                    monitor(trainer, tracker, on_first_step=on_first_step, **watch)
+                    tracker.end("finished", None)
+                    return
+                except TrainerEnded as end:
+                    if restarts == config.max_restarts or not worth_another_try(end, before):
+                        raise
+                    before, restarts = end, restarts + 1
+            trainer = restart(run_dir, before, attempt=restarts, of=config.max_restarts, slot=slot)
+    except TrainerEnded as end:
+        _tell_mlflow(tracker, end.state, end.reason)
+        raise
+    except (KeyboardInterrupt, TerminationSignal):
+        reason = "cancelled in Prefect, or its process was told to end"
+        state = runs.read_status(run_dir)["state"] if _has_ended(run_dir) else "stopped"
+        _tell_mlflow(tracker, state, reason, wait_seconds=2)
+        raise
 
 
 def _tell_mlflow(tracker: Tracker, state: str, reason: str, *, wait_seconds: float = 60) -> None:

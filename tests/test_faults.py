@@ -303,6 +303,23 @@ def test_a_worker_that_is_told_to_end_leaves_a_saved_checkpoint_and_a_run_that_i
         site.worker = Worker(site.prefect, site.environment)
 
 
+def test_a_worker_that_is_told_to_end_while_prompts_are_decoded_leaves_a_finished_run_and_a_crashed_flow(
+    site: Site,
+) -> None:
+    run = site.run("undecided", run={"max_steps": 4}, evaluate={"max_new_tokens": 2000})
+    run.until(lambda: any(" dflash.evaluate " in command for command in run.processes().values()), "real decoding")
+    site.worker.process.terminate()
+    try:
+        assert site.prefect.wait(run.flow_run)["type"] == "CRASHED"
+        run.until(lambda: not run.processes(), "no process is left", 60)
+        record = json.loads((run.run_dir / "tracking.json").read_text())
+        assert connect().get_run(record["run_id"]).info.status == "FINISHED"
+        assert runs.read_status(run.run_dir)["state"] == "finished"
+    finally:
+        site.worker.stop()
+        site.worker = Worker(site.prefect, site.environment)
+
+
 def test_a_cancelled_run_saves_its_last_step_and_is_cancelled_everywhere(site: Site) -> None:
     run = site.run("cancelled")
     run.reach(30)
