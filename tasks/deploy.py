@@ -11,7 +11,7 @@ from dflash.run_dir import create_run
 from tasks import tracking
 
 
-@task(name="deploy", cache_policy=NO_CACHE)
+@task(name="deploy", cache_policy=NO_CACHE, persist_result=False)
 def deploy(config: Config, *, samples: int) -> Path:
     """The run directory, made once it is clear that this machine has the devices, memory, disk and files that the run needs.
 

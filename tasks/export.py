@@ -21,7 +21,7 @@ def best_checkpoint(run_dir: Path) -> Path:
     return complete[-1]
 
 
-@task(name="export", cache_policy=NO_CACHE)
+@task(name="export", cache_policy=NO_CACHE, persist_result=False)
 def export(checkpoint: Path) -> Path:
     """The exported drafter of a checkpoint in its run; one that is there already is checked and not made again."""
     out = checkpoint.parent.parent / "export" / checkpoint.name

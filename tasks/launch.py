@@ -8,7 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from tasks.child import Child
 
 
-@task(name="launch", cache_policy=NO_CACHE)
+@task(name="launch", cache_policy=NO_CACHE, persist_result=False)
 def launch(run_dir: Path, *, slot: int) -> Child:
     """`python -m dflash.train RUN_DIR`, started; it holds the machine's slot and ends, with a checkpoint, when we do."""
     trainer = Child("dflash.train", [str(run_dir)], output=run_dir / "console.log", inherited=[slot])

@@ -27,7 +27,7 @@ PROGRESS_SECONDS = 30.0  # an update costs the server some 50 ms
 SIGNS_OF_LIFE = ("metrics.jsonl", "heldout.jsonl", "evaluation.jsonl", "trainer.log", "console.log", "checkpoints")
 
 
-@task(name="monitor", cache_policy=NO_CACHE)
+@task(name="monitor", cache_policy=NO_CACHE, persist_result=False)
 def monitor(
     trainer: Child,
     tracker: Tracker,

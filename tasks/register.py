@@ -62,7 +62,7 @@ def comparable(drafter: Path, champion: Champion | None) -> Champion | None:
     return champion
 
 
-@task(name="register", cache_policy=NO_CACHE)
+@task(name="register", cache_policy=NO_CACHE, persist_result=False)
 def register(
     drafter: Path, evaluated: dict[str, Any], champion: Champion | None, *, tracker: Tracker, settings: Path
 ) -> Verdict:

@@ -32,7 +32,7 @@ def worth_another_try(end: TrainerEnded, before: TrainerEnded | None) -> bool:
     return before is None or (end.step, end.reason) != (before.step, before.reason)
 
 
-@task(name="restart", cache_policy=NO_CACHE)
+@task(name="restart", cache_policy=NO_CACHE, persist_result=False)
 def restart(run_dir: Path, end: TrainerEnded, *, attempt: int, of: int, slot: int) -> Child:
     """The trainer once more, in its own run directory, from its own newest complete checkpoint."""
     get_run_logger().warning("restart %d of at most %d: %s", attempt, of, end.reason)
@@ -54,7 +54,7 @@ def find_run(root: Path, name: str) -> Path:
     raise ValueError(f"run={name}: no such run under {root}; {there}")
 
 
-@task(name="stop", cache_policy=NO_CACHE)
+@task(name="stop", cache_policy=NO_CACHE, persist_result=False)
 def stop(run_dir: Path, *, seconds: float) -> int:
     """Has a run's trainer save and end; proven by its lock, which the kernel frees with its death. Returns the step reached.
 

@@ -40,7 +40,7 @@ def machine_slot(*, wait: bool = True) -> Iterator[int]:
         yield lock.fileno()
 
 
-@task(name="wait for this machine", cache_policy=NO_CACHE)
+@task(name="wait for this machine", cache_policy=NO_CACHE, persist_result=False)
 def wait_for_machine(descriptor: int, path: Path) -> None:
     """Until the run that has this machine is over."""
     get_run_logger().info("this machine is busy with %s; waiting until it is over", path.read_text())

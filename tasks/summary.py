@@ -37,7 +37,7 @@ def picture(run_dir: Path) -> Path | None:
     return path
 
 
-@task(name="summary", cache_policy=NO_CACHE)
+@task(name="summary", cache_policy=NO_CACHE, persist_result=False)
 def summarise(run_dir: Path, tracker: Tracker, verdict: Verdict | None, note: str = "") -> None:
     """The run's page: how it ended, what was measured, where everything lies, what to do next."""
     status, url = runs.read_status(run_dir), tracker.run_url()
@@ -86,7 +86,7 @@ def _with_blank_before_table(lines: list[str]) -> list[str]:
     return ["\n\n".join(lines[:at]), "", *lines[at:]]
 
 
-@task(name="evaluation", cache_policy=NO_CACHE)
+@task(name="evaluation", cache_policy=NO_CACHE, persist_result=False)
 def show_evaluation(run_dir: Path, tracker: Tracker, evaluated: dict[str, Any], champion: Champion | None) -> None:
     """What real decoding measured, as a table in the run's page and as files and figures in its MLflow run."""
     result, checkpoint = evaluated["result"], Path(evaluated["result"]["drafter"]["path"]).name

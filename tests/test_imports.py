@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.stages import STAGE
+
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "dflash").rglob("*.py"))
 TASKS, FLOWS = sorted((ROOT / "tasks").rglob("*.py")), sorted((ROOT / "flows").rglob("*.py"))
@@ -86,3 +88,19 @@ def test_the_scan_finds_what_it_looks_for():
     }
     assert "torch.save" in names_called(tree)
     assert len(MODULES) > 10
+
+
+def test_only_stages_keep_results_and_as_json():
+    """A result that Prefect keeps is a pickle unless it is told otherwise, also where a user has it keep all of them."""
+    tasks = [
+        decorator
+        for path in (*TASKS, *FLOWS)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if ast.unparse(decorator).startswith(("task(", "flow("))
+    ]
+    assert len(tasks) > 12
+    for decorator in map(ast.unparse, tasks):
+        assert "persist_result=False" in decorator or decorator.endswith("**STAGE)"), decorator
+    assert STAGE["result_serializer"] == "json"
