@@ -16,7 +16,7 @@ from tasks.slot import machine_slot
 from tasks.tracking import Tracker
 
 
-@flow(name="dflash", persist_result=False)
+@flow(name="dflash", persist_result=False, result_serializer="json")
 @told_by_state
 def evaluate(
     run: str, root: str = "runs", evaluate: Evaluate = NONE, promote: bool = False, refresh: bool = False

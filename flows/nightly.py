@@ -14,7 +14,7 @@ from tasks.pipeline import train_and_register
 from tasks.slot import Busy, machine_slot
 
 
-@flow(name="dflash", persist_result=False)
+@flow(name="dflash", persist_result=False, result_serializer="json")
 @told_by_state
 def nightly(
     config: str,

@@ -16,7 +16,7 @@ from tasks.restart import find_run, fresh, stop
 from tasks.slot import machine_slot
 
 
-@flow(name="dflash", persist_result=False)
+@flow(name="dflash", persist_result=False, result_serializer="json")
 @told_by_state
 def restart(
     run: str,

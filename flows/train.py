@@ -19,7 +19,7 @@ from tasks.pipeline import train_and_register
 from tasks.slot import machine_slot
 
 
-@flow(name="dflash", persist_result=False)
+@flow(name="dflash", persist_result=False, result_serializer="json")
 @told_by_state
 def train(
     config: str,

@@ -21,6 +21,7 @@ from dflash.files import sha256_of, sha256_of_json
 
 SOURCE = Path(__file__).parent.parent / "dflash"
 POLL_SECONDS = 1.0
+RECORD_VERSION = 1  # part of every key: raised when a record holds something else
 STAGE = {"cache_key_fn": lambda _, given: given["key"], "persist_result": True, "result_serializer": "json"}
 """What makes a task a stage: `@task(name="prepare", **STAGE)`, with a parameter `key`."""
 
@@ -30,7 +31,7 @@ def run_stage(stage: Task[..., Any], inputs: dict[str, Any], *, refresh: bool, *
 
     Raises what the stage raises; then nothing is kept.
     """
-    key = f"{stage.name}-{sha256_of_json(inputs)[:32]}"
+    key = f"{stage.name}-{sha256_of_json([RECORD_VERSION, inputs])[:32]}"
     with _only_one(key):
         state = stage.with_options(refresh_cache=refresh)(key=key, **given, return_state=True)
         record = state.result()

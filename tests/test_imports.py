@@ -103,4 +103,6 @@ def test_only_stages_keep_results_and_as_json():
     assert len(tasks) > 12
     for decorator in map(ast.unparse, tasks):
         assert "persist_result=False" in decorator or decorator.endswith("**STAGE)"), decorator
+        # an exception that ends a flow is kept all the same
+        assert not decorator.startswith("flow(") or "result_serializer='json'" in decorator, decorator
     assert STAGE["result_serializer"] == "json"
