@@ -1,12 +1,14 @@
 """Files that are whole or not there, and hashes of what is in them."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 
 @contextlib.contextmanager
@@ -38,6 +40,19 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def taken(lock: IO, kind: int = fcntl.LOCK_EX, *, seconds: float = 0.0) -> bool:
+    """Whether an open file's lock is this process' now, tried for so long; the kernel lets go when its holder dies."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
 
 
 def sha256_of(path: Path) -> str:

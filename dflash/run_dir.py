@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from dflash import config as configuration
 from dflash.config import Config
-from dflash.files import write_json
+from dflash.files import taken, write_json
 
 PACKAGES = ("dflash-stream", "torch", "transformers", "safetensors", "tokenizers", "numpy")
 LOOK_SECONDS = 1.0  # far longer than anybody but a trainer holds a run directory
@@ -82,7 +82,7 @@ def only_trainer(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{run_dir}: {error.strerror}; give a run directory that can be written") from None
     with file as lock:
-        if not _taken(lock, fcntl.LOCK_EX):
+        if not taken(lock, seconds=LOOK_SECONDS):
             owner = _pid_in(lock) or read_status(run_dir).get("pid")
             raise ValueError(f"{run_dir} is being trained by process {owner}; stop that one or start a new run")
         try:
@@ -103,7 +103,7 @@ def trainer_of(run_dir: Path) -> int | None:
         return None
     deadline = time.monotonic() + LOOK_SECONDS
     with open(run_dir / ".lock") as lock:
-        while not _taken(lock, fcntl.LOCK_SH, seconds=0):
+        while not taken(lock, fcntl.LOCK_SH):
             pid = _pid_in(lock)
             if pid is not None and _has_open(pid, os.fstat(lock.fileno())):
                 return pid
@@ -125,26 +125,13 @@ def declare_crashed(run_dir: Path, reason: str, *, states: Collection[str] = LIV
     Only where nobody trains and the last status is one of `states`; all else that it says stays, the dead one's pid too.
     """
     with open(run_dir / ".lock", "a") as lock:
-        if not _taken(lock, fcntl.LOCK_EX):
+        if not taken(lock, seconds=LOOK_SECONDS):
             return False
         status = read_status(run_dir)
         if status.get("state") not in states:
             return False
         write_json(run_dir / "status.json", status | {"state": "crashed", "reason": reason, "time": time.time()})
     return True
-
-
-def _taken(lock: IO, kind: int, seconds: float = LOOK_SECONDS) -> bool:
-    """Whether the lock is this process' now; a trainer holds it for long, whoever looks at it for a moment."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.01)
 
 
 def _pid_in(lock: IO) -> int | None:

@@ -118,7 +118,7 @@ def _ended(code: int, trainer: Child, run_dir: Path) -> TrainerEnded:
         )
     elif code == REFUSED:
         state, reason = "refused", trainer.last_line().removeprefix("dflash: ")
-    elif state in ("created", "starting", "running", "finished"):  # it died in its last or first moments
+    elif state in (*runs.LIVING, "finished"):  # it died in its last or first moments
         reason = f"the trainer ended with code {code}: {trainer.last_line()}"
         _declare_crashed(run_dir, reason)
         state = "crashed"

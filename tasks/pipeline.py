@@ -63,7 +63,7 @@ def judge_run(config: Config, run_dir: Path, tracker: Tracker, *, registers: boo
         show_evaluation(run_dir, tracker, evaluated, champion)
         if not registers:
             return None
-        return register(drafter, evaluated, champion, tracker=tracker, settings=run_dir / "config.json")
+        return register(model, drafter, evaluated, champion, tracker=tracker, settings=run_dir / "config.json")
 
 
 def _flow_tags(instead_of: tuple[Path, int] | None) -> dict[str, str]:

@@ -1,16 +1,13 @@
 """Conversations to tokenised samples: a stage."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 
-from dflash import config as configuration
 from dflash.config import Config
-from dflash.files import sha256_of, write_json
-from tasks.child import run_job
-from tasks.stages import STAGE, code_of, record_of, run_stage
+from dflash.files import sha256_of
+from tasks.stages import STAGE, code_of, record_of, reported_job, run_stage
 from tasks.target_files import tokenizer_digest
 
 CODE = ("data", "conversation")
@@ -42,13 +39,7 @@ def inputs_of(config: Config) -> dict[str, Any]:
 @task(name="prepare", **STAGE)
 def prepare_stage(key: str, config: Config, rebuild: bool) -> dict[str, Any]:
     """Chat template, tokens and loss mask of every conversation, proven on some of them."""
-    directory = Path(config.data.prepared_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    settings, report = directory / f".{key}.json", directory / f".{key}.report.json"
-    write_json(settings, configuration.to_values(config))
-    arguments = ["--config", str(settings), "--report", str(report), *(["--rebuild"] if rebuild else [])]
-    run_job("dflash.data", arguments, output=directory / f"{key}.log", log=get_run_logger())
-    made = json.loads(report.read_text())
+    made = reported_job("dflash.data", key, config, Path(config.data.prepared_dir), ["--rebuild"] if rebuild else [])
     sets = {name: prepared for name, prepared in made.items() if prepared is not None}
     files = [path for prepared in sets.values() for path in sorted(Path(prepared["directory"]).iterdir())]
     return record_of("prepare", files, **sets)

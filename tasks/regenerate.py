@@ -1,17 +1,14 @@
 """Prompts to the target's own answers: a stage."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 
-from dflash import config as configuration
 from dflash.config import Config
-from dflash.files import sha256_of, write_json
-from tasks.child import run_job
-from tasks.stages import STAGE, code_of, record_of, run_stage
+from dflash.files import sha256_of
+from tasks.stages import STAGE, code_of, record_of, reported_job, run_stage
 from tasks.target_files import target_digest
 
 CODE = (
@@ -65,13 +62,9 @@ def inputs_of(config: Config) -> dict[str, Any]:
 @task(name="regenerate", **STAGE)
 def regenerate_stage(key: str, config: Config, refresh_answers: bool) -> dict[str, Any]:
     """The target answers the prompts; what a killed run has answered is not asked again."""
-    directory = Path(config.regenerate.out)
-    directory.mkdir(parents=True, exist_ok=True)
-    settings, report = directory / f".{key}.json", directory / f".{key}.report.json"
-    write_json(settings, configuration.to_values(config))
-    arguments = ["--config", str(settings), "--report", str(report), *(["--refresh"] if refresh_answers else [])]
-    run_job("dflash.regenerate", arguments, output=directory / f"{key}.log", log=get_run_logger())
-    made = json.loads(report.read_text())
+    made = reported_job(
+        "dflash.regenerate", key, config, Path(config.regenerate.out), ["--refresh"] if refresh_answers else []
+    )
     return record_of(
         "regenerate", [Path(made["conversations"])], conversations=made["conversations"], report=made["report"]
     )

@@ -64,16 +64,15 @@ def comparable(drafter: Path, champion: Champion | None) -> Champion | None:
 
 @task(name="register", cache_policy=NO_CACHE, persist_result=False)
 def register(
-    drafter: Path, evaluated: dict[str, Any], champion: Champion | None, *, tracker: Tracker, settings: Path
+    model: str, drafter: Path, evaluated: dict[str, Any], champion: Champion | None, *, tracker: Tracker, settings: Path
 ) -> Verdict:
-    """The export, verified, as a model version with what was measured; the alias champion moves if the gate says so."""
+    """The export, verified, as a version of `model` with what was measured; the alias champion moves if the gate says so."""
     log, output = get_run_logger(), drafter.parent / "export.log"
     run_job(
         "dflash.export", ["--describe", str(drafter), "--evaluation", evaluated["evaluation"]], output=output, log=log
     )
     run_job("dflash.export", ["--verify", str(drafter), "--config", str(settings)], output=output, log=log)
     record, overall = json.loads((drafter / "dflash.json").read_text()), evaluated["result"]["overall"]
-    model = registry.model_name(record["target"]["name"])
     better, reason = judge(evaluated["result"], champion)
     tags = {
         "tau": "none" if overall["tau"] is None else f"{overall['tau']:.4f}",

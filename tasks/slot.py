@@ -5,16 +5,18 @@ slot back, and there would be none where Prefect is embedded.
 """
 
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
+
+from dflash.files import taken
 
 POLL_SECONDS = 2.0
 
@@ -31,26 +33,18 @@ def machine_slot(*, wait: bool = True) -> Iterator[int]:
         path.touch(0o666)
         path.chmod(0o666)
     with path.open("r+") as lock:
-        if not _taken(lock.fileno()):
+        if not taken(lock):
             if not wait:
                 raise Busy(f"this machine is busy with {path.read_text() or 'another run'}")
-            wait_for_machine(lock.fileno(), path)
+            wait_for_machine(lock, path)
         os.ftruncate(lock.fileno(), 0)
         os.pwrite(lock.fileno(), f"the flow run {flow_run.name}".encode(), 0)
         yield lock.fileno()
 
 
 @task(name="wait for this machine", cache_policy=NO_CACHE, persist_result=False)
-def wait_for_machine(descriptor: int, path: Path) -> None:
+def wait_for_machine(lock: IO[str], path: Path) -> None:
     """Until the run that has this machine is over."""
     get_run_logger().info("this machine is busy with %s; waiting until it is over", path.read_text())
-    while not _taken(descriptor):
+    while not taken(lock):
         time.sleep(POLL_SECONDS)
-
-
-def _taken(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -6,18 +6,21 @@ or altered, the stage is done again.
 """
 
 import contextlib
-import fcntl
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from prefect import Task, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 
-from dflash.files import sha256_of, sha256_of_json
+from dflash import config as configuration
+from dflash.config import Config
+from dflash.files import sha256_of, sha256_of_json, taken, write_json
+from tasks.child import run_job
 
 SOURCE = Path(__file__).parent.parent / "dflash"
 POLL_SECONDS = 1.0
@@ -69,6 +72,16 @@ def record_of(stage: str, files: Sequence[Path], **values: Any) -> dict[str, Any
     }
 
 
+def reported_job(module: str, key: str, config: Config, directory: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """What `python -m MODULE --report` says of its work on a configuration; its files are in `directory`, named after the key."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings, report = directory / f".{key}.json", directory / f".{key}.report.json"
+    write_json(settings, configuration.to_values(config))
+    arguments = ["--config", str(settings), "--report", str(report), *flags]
+    run_job(module, arguments, output=directory / f"{key}.log", log=get_run_logger())
+    return json.loads(report.read_text())
+
+
 def run_link() -> str:
     """This flow run's name, with a link to its page where there is one: an embedded server has none."""
     url = flow_run.ui_url or "None"
@@ -96,16 +109,8 @@ def _only_one(key: str) -> Iterator[None]:
     directory = get_current_settings().home / "dflash-locks"
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / key).open("a") as lock:
-        if not _taken(lock):
+        if not taken(lock):
             get_run_logger().info("another run is doing %s with the same inputs; waiting for its result", key)
-            while not _taken(lock):  # polled, so that a cancel gets through
+            while not taken(lock):  # polled, so that a cancel gets through
                 time.sleep(POLL_SECONDS)
         yield
-
-
-def _taken(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

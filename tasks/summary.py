@@ -38,7 +38,7 @@ def picture(run_dir: Path) -> Path | None:
 
 
 @task(name="summary", cache_policy=NO_CACHE, persist_result=False)
-def summarise(run_dir: Path, tracker: Tracker, verdict: Verdict | None, note: str = "") -> None:
+def summarise(run_dir: Path, tracker: Tracker, verdict: Verdict | None) -> None:
     """The run's page: how it ended, what was measured, where everything lies, what to do next."""
     status, url = runs.read_status(run_dir), tracker.run_url()
     drawn = picture(run_dir)
@@ -46,8 +46,8 @@ def summarise(run_dir: Path, tracker: Tracker, verdict: Verdict | None, note: st
         tracker.log_file(drawn, "plots")
     lines = [
         f"# {run_dir.name}: {status['state']}",
-        *([note] if note else []),
-        *([f"**{status['reason']}**"] if status.get("reason") else []),
+        "",
+        *([f"**{status['reason']}**", ""] if status.get("reason") else []),
         "| | |",
         "|---|---|",
         f"| steps | {status['step']:,} of {status.get('total_steps', 0):,} |",
@@ -72,18 +72,11 @@ def summarise(run_dir: Path, tracker: Tracker, verdict: Verdict | None, note: st
         if status["state"] != "finished"
         else f"Serve it: `{run_dir / 'export'}` (its README.md has the command lines).",
     ]
-    create_markdown_artifact(
-        "\n".join(_with_blank_before_table(lines)), key="summary", description=f"{run_dir.name}: {status['state']}"
-    )
+    create_markdown_artifact("\n".join(lines), key="summary", description=f"{run_dir.name}: {status['state']}")
     if url:
         create_link_artifact(
             url, link_text=f"MLflow: {run_dir.name}", key="mlflow-run", description="metrics, artifacts, versions"
         )
-
-
-def _with_blank_before_table(lines: list[str]) -> list[str]:
-    at = lines.index("| | |")
-    return ["\n\n".join(lines[:at]), "", *lines[at:]]
 
 
 @task(name="evaluation", cache_policy=NO_CACHE, persist_result=False)

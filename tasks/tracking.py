@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from dflash import run_dir as runs
-from dflash.files import sha256_of_json, write_json
+from dflash.files import sha256_of_json, taken, write_json
 from dflash.metrics import Cursor, MetricsFile, read_rows
 from tasks.child import JobFailed
 from tasks.gpus import Gpu, GpuLost, gpu_tags, read_gpus, visible_gpus
@@ -280,11 +280,9 @@ def _one_line(error: Exception) -> str:
 def _supervise(run_dir: Path) -> IO[str]:
     """The held lock of a run directory's supervisor; the kernel lets go when the process dies. Raises ValueError."""
     lock = open(run_dir / ".supervisor.lock", "a")  # noqa: SIM115 (held by the caller)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not taken(lock):
         lock.close()
-        raise ValueError(f"{run_dir} is supervised by another process; cancel that flow run first") from None
+        raise ValueError(f"{run_dir} is supervised by another process; cancel that flow run first")
     return lock
 
 
