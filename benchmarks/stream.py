@@ -9,12 +9,12 @@ the same round, and the median over the rounds is what counts on a noisy machine
 """
 
 import argparse
-import dataclasses
 import itertools
 import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +24,11 @@ import torch
 
 from dflash import config as configuration
 from dflash import run_dir as runs
-from dflash.hs_queue import HiddenStateQueue, Sample, bucket_counts
+from dflash.hs_queue import Sample
 from dflash.setup import Job, samples_of, set_up
-from dflash.train import groups_to_run, run_target, take_step, threaded_stream
+from dflash.target import Target
+from dflash.target_workers import LocalTargets
+from dflash.train import Group, groups_to_run, local_producer, make_queue, run_target, take_step, threaded_stream
 
 REQUIRED_SHARE = 0.95
 TARGET_CORE, DRAFTER_CORE = 0, 1
@@ -67,8 +69,8 @@ def make_job(arguments: argparse.Namespace, scratch: Path) -> Job:
 
 def measure_cut(job: Job) -> None:
     """CPU seconds of the same groups: up to the highest captured layer, the whole backbone, and with the head."""
-    target, seconds = job.targets[0], {}
-    groups = [group.indices for group in itertools.islice(groups_to_run(job), 12)]
+    target, seconds = target_of(job), {}
+    groups = [group.indices for group in itertools.islice(source_of(job), 12)]
     rows = [[tokens for _, tokens, _ in samples_of(job.data, group)] for group in groups]
     padded = [torch.nn.utils.rnn.pad_sequence(row, batch_first=True) for row in rows]
     with torch.no_grad():
@@ -100,9 +102,18 @@ def one_round(job: Job, steps: int) -> float:
     return round(streaming_rate / slower, 3)
 
 
+def target_of(job: Job) -> Target:
+    assert isinstance(job.targets, LocalTargets)
+    return job.targets.targets[0]
+
+
+def source_of(job: Job) -> Iterator[Group]:
+    return groups_to_run(job.config, job.data.lengths, 0, np.zeros(len(job.data), dtype=bool))
+
+
 def produced(job: Job) -> Iterator[Sample]:
-    fresh = dataclasses.replace(job, epoch=0, trained=np.zeros(len(job.data), dtype=bool))
-    return (sample for group in groups_to_run(fresh) for sample in run_target(fresh, job.targets[0], group))
+    target = target_of(job)
+    return (sample for group in source_of(job) for sample in run_target(job.config, target, job.data, group))
 
 
 def target_alone(job: Job, steps: int) -> float:
@@ -126,16 +137,12 @@ def drafter_alone(job: Job, steps: int) -> float:
 
 
 def streaming(job: Job, steps: int) -> float:
-    config, edges = job.config, job.config.stream.bucket_edges
     job.epoch, job.trained[:] = 0, False
-    queue = HiddenStateQueue(
-        corpus=bucket_counts(job.data.lengths, edges),
-        min_ready=config.stream.hs_min_ready,
-        depth=config.stream.hs_queue_depth,
-        max_bytes=job.queue_bytes,
-    )
+    limit, never = job.targets.queue_bytes, threading.Event()
+    queue = make_queue(job.config, job.data.lengths, 0, job.trained, max_bytes=limit, stopping=never)
+    producer = local_producer(job.config, target_of(job), job.data)
     os.sched_setaffinity(0, {TARGET_CORE})  # threads inherit the core of whoever starts them
-    with threaded_stream(job, queue) as draw_step:
+    with threaded_stream(source_of(job), [producer], queue) as draw_step:
         os.sched_setaffinity(0, {DRAFTER_CORE})
         return timed_steps(job, steps, draw_step)
 

@@ -10,10 +10,12 @@ from dflash.hs_queue import Sample
 from dflash.job import Job
 from dflash.objective import Blocks, make_blocks, sample_anchors
 
+NOTHING = -1  # index of a sample that is none
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    samples: list[Sample]
+    samples: list[Sample]  # empty where it only keeps step with the other drafter workers
     features: torch.Tensor  # [N, S, F], right-padded with zeros
     blocks: Blocks
 
@@ -31,7 +33,16 @@ def micro_batches(job: Job, samples: list[Sample]) -> list[tuple[list[Sample], l
                 batches[-1][1].append(anchors)
                 continue
         batches.append(([sample], [anchors]))
+    if job.team.sharded:  # every forward and backward is a collective: all workers make as many
+        batches += [([_nothing(job)], [np.array([1])])] * (job.team.most(len(batches)) - len(batches))
     return batches
+
+
+def _nothing(job: Job) -> Sample:
+    """A sample without a label: it adds exactly zero to loss, weight and gradients."""
+    tokens = torch.zeros(2, dtype=torch.int64)
+    width = len(job.shape.target_layer_ids) * job.shape.width
+    return Sample(NOTHING, "", 0, 0, tokens, tokens.bool(), torch.zeros(2, width, dtype=job.dtype))
 
 
 def anchors_of(job: Job, sample: Sample) -> np.ndarray:
@@ -76,4 +87,4 @@ def make_batch(job: Job, samples: list[Sample], anchors: list[np.ndarray]) -> Mi
         block_size=job.shape.block_size,
         mask_token_id=job.shape.mask_token_id,
     )
-    return MicroBatch(samples, features, blocks.to(job.device))
+    return MicroBatch([sample for sample in samples if sample.index != NOTHING], features, blocks.to(job.device))

@@ -13,6 +13,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,8 @@ class Saver:
     def save(
         self,
         step: int,
-        drafter: torch.nn.Module,
-        optimizer: dict[str, torch.Tensor],
+        drafter: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
         state: dict[str, Any],
         *,
         spare: int | None = None,
@@ -141,7 +142,7 @@ class Saver:
         `spare` is the step of a checkpoint that stays however old it is: the best one.
         """
         self.wait()
-        copy = Checkpoint(_on_host(drafter.state_dict()), _on_host(optimizer), state)
+        copy = Checkpoint(_on_host(drafter), _on_host(optimizer), state)
         self._writing = threading.Thread(
             target=self._write, args=(directory_of(self._run_dir, step), copy, spare), name="saver"
         )
@@ -182,5 +183,5 @@ class Saver:
             self._writing.join()
 
 
-def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}

@@ -14,6 +14,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOP_WITH_STDIN = "--stop-with-stdin"
 
 
+class Refused(Exception):
+    """What the user gave cannot be trained; nothing was."""
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses in one line, without a screen of usage before it; every command's own flag is `--stop-with-stdin`."""
 

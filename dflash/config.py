@@ -186,9 +186,9 @@ class OptimConfig:
 class StreamConfig:
     """From the target to the drafter through the hidden-state queue."""
 
-    engine: Literal["local", "lockstep"] = "local"
+    engine: Literal["local", "lockstep", "ray"] = "local"
     """local: target workers and drafter as threads over devices; lockstep: the same roles by turns in one thread,
-    slower and reproducible to the last bit."""
+    slower and reproducible to the last bit; ray: workers on one or many machines, as section cluster says."""
     hs_min_ready: int = Field(default=30, ge=1)
     """Samples that must be buffered at every draw. Fewer let a step be made of one length."""
     hs_queue_depth: int = Field(default=90, ge=1)
@@ -200,6 +200,33 @@ class StreamConfig:
     """Upper bounds, in tokens, of the length buckets; the last bucket is open."""
     group_tokens: int = Field(default=8192, ge=1)
     """Tokens, padding included, of one forward of the target. One sample may exceed it."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SECTION)
+class ClusterConfig:
+    """Workers on Ray, for stream.engine=ray: on the cluster that RAY_ADDRESS names, else on one that is started here."""
+
+    target_workers: int = Field(default=1, ge=1)
+    """Copies of the target, each a process of its own. More of them where the drafter waits (drafter_wait_share)."""
+    target_gpus: float | None = Field(default=None, ge=0)
+    """GPUs of one target worker: several with target.device_map, a fraction to share one; none: 1 where the cluster has GPUs."""
+    target_cpus: int = Field(default=1, ge=1)
+    """CPU cores of one target worker; what it computes on a CPU runs in as many threads."""
+    drafter_workers: int = Field(default=1, ge=1)
+    """Copies of the drafter that share the samples of every step. The step stays optim.samples_per_step, whatever they are."""
+    drafter_gpus: float | None = Field(default=None, ge=0)
+    """GPUs of one drafter worker, at most 1; none: 1 where the cluster has GPUs."""
+    drafter_cpus: int = Field(default=1, ge=1)
+    """CPU cores of one drafter worker."""
+    shard_drafter: bool = False
+    """FSDP2: each drafter worker holds a part of weights, gradients and optimizer, for a drafter that does not fit one GPU."""
+    lockstep: bool = False
+    """Target worker and drafters by turns, reproducible to the last bit, as stream.engine=lockstep; with one target worker."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times that a lost target worker is replaced, and that a lost drafter worker or queue makes the drafters start again from
+    the last checkpoint, before the run fails."""
+    start_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for machines with room for a worker: at the start, and for one that replaces a lost one."""
 
 
 @dataclass(frozen=True, kw_only=True, config=SECTION)
@@ -274,6 +301,7 @@ SECTIONS: dict[str, type] = {
     "objective": ObjectiveConfig,
     "optim": OptimConfig,
     "stream": StreamConfig,
+    "cluster": ClusterConfig,
     "checkpoint": CheckpointConfig,
     "evaluate": EvaluateConfig,
     "run": RunConfig,
@@ -297,6 +325,7 @@ class Config:
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
+    cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     run: RunConfig = RunConfig()
@@ -383,8 +412,48 @@ def check(config: Config) -> None:
             f"checkpoint.resume_from={config.checkpoint.resume_from} and drafter.init_from={drafter.init_from}: "
             "a run starts from one of them; unset the other"
         )
+    _check_cluster(config)
     if not all(0 <= beta < 1 for beta in optim.betas):
         raise ValueError(f"optim.betas={list(optim.betas)} must each be in [0, 1)")
+
+
+def _check_cluster(config: Config) -> None:
+    cluster, target, drafter = config.cluster, config.target, config.drafter
+    if config.stream.engine != "ray":
+        for name, default in dataclasses.asdict(ClusterConfig()).items():
+            if getattr(cluster, name) != default:
+                raise ValueError(
+                    f"cluster.{name}={json.dumps(getattr(cluster, name))} is for stream.engine=ray, this is "
+                    f"stream.engine={config.stream.engine}; set that, or leave the section out"
+                )
+        return
+    if target.devices != ("auto",):
+        raise ValueError(
+            f"target.devices={list(target.devices)}: with stream.engine=ray each of cluster.target_workers has the GPUs of "
+            "cluster.target_gpus; leave it auto"
+        )
+    if drafter.device != "auto":
+        raise ValueError(
+            f"drafter.device={drafter.device}: with stream.engine=ray each of cluster.drafter_workers has the GPUs of "
+            "cluster.drafter_gpus; leave it auto"
+        )
+    if cluster.drafter_gpus is not None and cluster.drafter_gpus > 1:
+        raise ValueError(
+            f"cluster.drafter_gpus={cluster.drafter_gpus}: a drafter worker computes on one GPU; raise cluster.drafter_workers"
+        )
+    for knob, gpus in (("target_gpus", cluster.target_gpus), ("drafter_gpus", cluster.drafter_gpus)):
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"cluster.{knob}={gpus}: whole GPUs, or a fraction of one; round it")
+    if cluster.lockstep and cluster.target_workers > 1:
+        raise ValueError(
+            f"cluster.lockstep and cluster.target_workers={cluster.target_workers}: by turns there is work for one; set one of them"
+        )
+    if cluster.shard_drafter and cluster.drafter_workers == 1:
+        raise ValueError(
+            "cluster.shard_drafter with cluster.drafter_workers=1 shards nothing; raise it or unset the former"
+        )
+    if cluster.shard_drafter and drafter.compile:
+        raise ValueError("cluster.shard_drafter and drafter.compile do not go together here; unset one of them")
 
 
 def gamma_of(objective: ObjectiveConfig, block_size: int) -> float:

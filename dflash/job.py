@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,8 @@ from dflash.drafter import Drafter
 from dflash.evaluate import Prompts
 from dflash.objective import Head
 from dflash.shape import Shape
-from dflash.target import Target
+from dflash.target_workers import TargetWorkers
+from dflash.team import Team
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Job:
     """A run in progress. The fields of the last group change with every step; a checkpoint holds them."""
 
     config: Config
-    targets: list[Target]
-    target_identity: dict[str, Any]
+    team: Team  # of drafter workers that this one is in
+    targets: TargetWorkers
     data: Prepared
     heldout: Prepared | None
     prompts: Prompts | None  # decoded at every checkpoint
@@ -33,7 +33,6 @@ class Job:
     embedding: torch.Tensor  # [V, H] on the drafter's device
     head: Head  # the target's
     loss_head: Head  # the same, or its rows for the token ids that the data holds
-    queue_bytes: int
     total_steps: int
     started_from: int  # step of the checkpoint that this process went on from, or 0
 
@@ -46,7 +45,7 @@ class Job:
 
 def embed(job: Job, ids: torch.Tensor) -> torch.Tensor:
     """[..., H]: what the drafter sees of token ids [...], the target's raw embedding rows times its scale."""
-    return (F.embedding(ids, job.embedding) * job.targets[0].embedding_scale).to(job.dtype)
+    return (F.embedding(ids, job.embedding) * job.targets.facts.embedding_scale).to(job.dtype)
 
 
 def samples_of(data: Prepared, group: np.ndarray) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -24,17 +25,21 @@ def check_machine(config: Config, *, gpu_count: int | None, run_root: Path, samp
 
     `gpu_count` is None where nobody knows; then no GPU is judged. `samples` is how many the prepared data has, where that is known;
     otherwise the checkpoints are counted by run.max_steps and checkpoint.keep. A target by hub name is not downloaded for this: its
-    weights and the drafter's size, and with it the disk, are left to the trainer's set-up, as are weights on a GPU.
+    weights and the drafter's size, and with it the disk, are left to the trainer's set-up, as are weights on a GPU. Devices and
+    memory of a cluster are not this machine's: `python -m dflash.cluster` checks those.
     """
+    elsewhere = config.stream.engine == "ray" and "RAY_ADDRESS" in os.environ
     _check_open_files()
-    _check_devices(config, gpu_count)
     check_data_files(config)
     _check_other_files(config)
-    queue_bytes(config)
+    if not elsewhere:
+        _check_devices(config, gpu_count)
+        queue_bytes(config)
     directory = _target_directory(config.target.name)
     if directory is None:
         return
-    _check_target_memory(config, directory, gpu_count)
+    if not elsewhere:
+        _check_target_memory(config, directory, gpu_count)
     shape = drafter_shape(config, directory)
     if shape is not None:
         check_disk(config, shape, run_root, samples=samples)
@@ -154,7 +159,8 @@ def _target_directory(name: str) -> Path | None:
 
 def _check_target_memory(config: Config, directory: Path, gpu_count: int | None) -> None:
     target = config.target
-    devices = [device if device != "auto" else "cpu" if gpu_count == 0 else "cuda" for device in target.devices]
+    named = target.devices * config.cluster.target_workers  # 1 where the engine is not ray
+    devices = [device if device != "auto" else "cpu" if gpu_count == 0 else "cuda" for device in named]
     copies = devices.count("cpu")
     if not copies:
         return
@@ -163,7 +169,7 @@ def _check_target_memory(config: Config, directory: Path, gpu_count: int | None)
     if need > free:
         raise ValueError(
             f"target.name={target.name}: {copies} x {values} weights in memory take {need} bytes, {free} are free; "
-            "name a smaller target, fewer target.devices or target.dtype=bfloat16"
+            "name a smaller target, fewer target.devices (cluster.target_workers) or target.dtype=bfloat16"
         )
 
 

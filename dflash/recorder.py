@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,7 @@ import torch
 from dflash import checkpoint as checkpoints
 from dflash import run_dir as runs
 from dflash.batches import micro_batches, on_device
-from dflash.drafter import Drafter
-from dflash.evaluate import decode_tau
-from dflash.hs_queue import HiddenStateQueue, Sample, production_order
+from dflash.hs_queue import Sample, production_order
 from dflash.job import Job, autocast, embed, samples_of
 from dflash.metrics import MetricsFile, finite_or_null, read_rows
 from dflash.objective import head_loss
@@ -47,8 +46,9 @@ class StepResult:
 class Recorder:
     """Rows, status, held-out measurements, progress: everything that leaves the trainer, without waiting for a GPU."""
 
-    def __init__(self, job: Job, run_dir: Path, queue: HiddenStateQueue, stopping: threading.Event):
-        self._job, self._run_dir, self._queue, self._stopping = job, run_dir, queue, stopping
+    def __init__(self, job: Job, run_dir: Path, report: Callable[[Sequence[Sample]], dict], stopping: threading.Event):
+        """`report` is the queue's. Of a team's drafter workers the first one writes; all of them measure."""
+        self._job, self._run_dir, self._report, self._stopping = job, run_dir, report, stopping
         self._pending: list[tuple[StepResult, dict[str, Any]]] = []
         self._heldout: dict[int, dict[str, Any]] = {}
         self._best: dict[str, Any] | None = None
@@ -60,6 +60,9 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         job, files = self._job, contextlib.ExitStack()
+        self._files = files
+        if not job.team.writes:
+            return self
         new = job.started_from == 0
         self._metrics = files.enter_context(MetricsFile(self._run_dir / "metrics.jsonl", after_step=job.step))
         self._heldout_file = files.enter_context(
@@ -71,7 +74,6 @@ class Recorder:
         for row in read_rows(self._run_dir / "evaluation.jsonl")[0]:  # of this run before it was interrupted
             self._mark_best(row)
         self._progress = files.enter_context(ProgressLine("step", job.total_steps, job.step))
-        self._files = files
         steps = f"steps {job.step + 1} to {job.total_steps}" if job.step < job.total_steps else "no step to take"
         self._progress.say(f"{self._run_dir}: {len(job.data):,} samples, {steps}")
         if job.device.type == "cpu" and not torch.cuda.is_available():
@@ -87,6 +89,8 @@ class Recorder:
 
         Raises NonFinite for a step that was not finite, unless optim.skip_nonfinite allows one more in a row.
         """
+        if not self._job.team.writes:
+            return
         self._pending.append((result, self._measured_now(result)))
         while self._pending and (len(self._pending) > 1 or result.done is None or result.done.query()):
             self._write(*self._pending.pop(0))
@@ -97,7 +101,7 @@ class Recorder:
             self._write(*self._pending.pop(0))
 
     def _measured_now(self, result: StepResult) -> dict[str, Any]:
-        now, report = time.perf_counter(), self._queue.report(result.samples)
+        now, report = time.perf_counter(), self._report(result.samples)
         waits = report["hs_gate_seconds"], report["hs_blocked_seconds"]
         elapsed, self._last_time = max(now - self._last_time, 1e-9), now
         gate, blocked = (new - old for new, old in zip(waits, self._last_waits, strict=True))
@@ -109,7 +113,7 @@ class Recorder:
             "tokens": tokens,
             "tokens_per_second": tokens / elapsed,
             "drafter_wait_share": min(1.0, gate / elapsed),
-            "target_wait_share": min(1.0, blocked / elapsed / len(self._job.targets)),
+            "target_wait_share": min(1.0, blocked / elapsed / self._job.targets.count),
             **report,
         }
         if self._job.device.type == "cuda":  # the caching allocator's own counters: reading them waits for nothing
@@ -170,11 +174,13 @@ class Recorder:
     def measure_heldout(self) -> None:
         """Loss and simulated tau on the held-out data, into heldout.jsonl; at most once for a step, given up on a stop."""
         job = self._job
-        if job.heldout is None or self._heldout_file.last_step >= job.step:
+        if job.heldout is None:
+            return
+        if not job.team.first_says(job.team.writes and self._heldout_file.last_step < job.step):
             return
         started = time.perf_counter()
         result = heldout_result(job, self._stopping)
-        if result is None:
+        if result is None or not job.team.writes:
             return
         row = {"step": job.step, **result}
         self._heldout_file.write(row)
@@ -188,20 +194,15 @@ class Recorder:
         Target workers go on filling the queue meanwhile. At most once for a step, given up on a stop.
         """
         job, step = self._job, self._job.step
-        if job.prompts is None or self._evaluation_file.last_step >= step:
+        if job.prompts is None:
+            return
+        if not job.team.first_says(job.team.writes and self._evaluation_file.last_step < step):
+            return
+        weights = job.team.whole(job.drafter.state_dict())
+        if not job.team.writes:
             return
         started = time.perf_counter()
-        with torch.device("meta"):
-            drafter = Drafter(job.shape)  # the same weights in layers that are not compiled for training
-        drafter.load_state_dict(job.drafter.state_dict(), assign=True)
-        result = decode_tau(
-            job.targets[0],
-            drafter,
-            job.prompts,
-            config=job.config.evaluate,
-            template_kwargs=job.config.data.template_kwargs,
-            stopping=self._stopping,
-        )
+        result = job.targets.decode(weights, job.prompts, self._stopping)
         if result is None:
             return
         seconds = time.perf_counter() - started
@@ -228,6 +229,8 @@ class Recorder:
 
     def status(self, state: str, reason: str | None = None) -> None:
         """Replaces status.json."""
+        if not self._job.team.writes:
+            return
         self._status_time = time.monotonic()
         shown = {key: finite_or_null(self._row.get(key)) for key in ("loss", "tau", "epoch", "tokens_per_second")}
         runs.write_status(
@@ -242,6 +245,8 @@ class Recorder:
 
     def tell(self, finished: bool) -> None:
         """The one-screen summary."""
+        if not self._job.team.writes:
+            return
         job, run_dir = self._job, self._run_dir
         newest = checkpoints.directory_of(run_dir, job.step)
         lines = {
@@ -279,11 +284,11 @@ def heldout_result(job: Job, stopping: threading.Event) -> dict[str, Any] | None
     lengths, stream = job.heldout.lengths, job.config.stream
     order = production_order(lengths, edges=stream.bucket_edges, group_tokens=stream.group_tokens, seed=0, epoch=0)
     sums: dict[str, torch.Tensor] = {}
-    for group in order:
-        if stopping.is_set():
+    for group in job.team.deal(order):
+        if job.team.any(stopping.is_set()):
             return None
         rows = list(samples_of(job.heldout, group))
-        features = job.targets[0].features([tokens for _, tokens, _ in rows])
+        features = job.targets.features([tokens for _, tokens, _ in rows]) if rows else []
         samples = [
             Sample(index, sample_id, HELDOUT_EPOCH, 0, tokens, loss_mask, feature)
             for index, (sample_id, tokens, loss_mask), feature in zip(group.tolist(), rows, features, strict=True)
@@ -294,6 +299,7 @@ def heldout_result(job: Job, stopping: threading.Event) -> dict[str, Any] | None
             _, added = head_loss(hidden, batch.blocks, job.head, job.config.objective)
             added["loss"] = added["loss"].sum()
             sums = {name: sums[name] + value if sums else value for name, value in added.items()}
+    sums = job.team.total(sums, slots=job.shape.block_size - 1)
     return {
         "loss": float(sums["loss"] / sums["weight"]),
         "tau": float(sums["tau"] / sums["blocks"]),

@@ -93,6 +93,21 @@ def only_trainer(run_dir: Path) -> Iterator[None]:
             lock.truncate(0)
 
 
+@contextlib.contextmanager
+def only_writer(run_dir: Path, *, seconds: float) -> Iterator[None]:
+    """Holds the right to write a run directory for a drafter worker on any machine, waiting so long for one that was given up.
+
+    Its trainer holds the directory itself, but may have lost sight of a worker that still lives. Raises ValueError.
+    """
+    with open(run_dir / ".writer", "a") as lock:
+        if not taken(lock, seconds=seconds):
+            raise ValueError(
+                f"{run_dir} has been written by another drafter worker for {seconds:g} s; end that process "
+                "(its machine was cut off?)"
+            )
+        yield
+
+
 def trainer_of(run_dir: Path) -> int | None:
     """Pid of the process that trains in a run directory now; None where nobody does.
 

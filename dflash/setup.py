@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ from dflash import run_dir as runs
 from dflash.batches import make_batch
 from dflash.checkpoint import Checkpoint
 from dflash.config import Config
-from dflash.conversation import Template
 from dflash.data import Prepared, prepare_configured
-from dflash.decode import prove_rollback
 from dflash.drafter import Drafter, check_tensors, initialise
-from dflash.evaluate import Prompts, check_prompts, read_prompts
+from dflash.evaluate import Prompts, read_prompts
 from dflash.files import write_json
 from dflash.formats import read_exported
 from dflash.hs_queue import Sample, check_limits, production_order
@@ -27,8 +26,10 @@ from dflash.job import Job, autocast, embed, samples_of
 from dflash.machine import check_data_files, check_disk, queue_bytes
 from dflash.objective import Head, head_loss, sample_anchors
 from dflash.proofs import prove_drafter
-from dflash.shape import Shape, parameter_count, resolve_shape
-from dflash.target import Target, load_configured, resolve_mask_token, usable_device
+from dflash.shape import Shape, parameter_count
+from dflash.target import usable_device
+from dflash.target_workers import LocalTargets, TargetFacts, TargetWorkers
+from dflash.team import ALONE, Team, sharded_like
 
 CALIBRATION_SAMPLES = 16  # whose features the scaled initialisation is fitted to
 FIT_SLOTS, FIT_STEPS, FIT_LR = 256, 15, 0.1  # of the final norm: 4 CPU seconds on SmolLM2, and more gained nothing
@@ -36,32 +37,26 @@ FIT_SLOTS, FIT_STEPS, FIT_LR = 256, 15, 0.1  # of the final norm: 4 CPU seconds 
 log = logging.getLogger("dflash")
 
 
-def set_up(config: Config, run_dir: Path) -> Job:
-    """Loads and proves target, data and drafter. Raises ValueError, one line, for what the user can mend."""
-    runs.write_status(run_dir, state="starting", step=0)
+def set_up(config: Config, run_dir: Path, targets: TargetWorkers | None = None, team: Team = ALONE) -> Job:
+    """Loads and proves target, data and drafter. Raises ValueError, one line, for what the user can mend.
+
+    Without `targets` the target is loaded here. Of a team's drafter workers the first one writes.
+    """
+    if team.writes:
+        runs.write_status(run_dir, state="starting", step=0)
     # what costs nothing to find out comes before the minutes that a large target takes to load
     start = _starting_point(config, run_dir)
     device = _drafter_device(config.drafter.device)
     check_data_files(config)
 
-    log.info("loading target %s", config.target.name)
-    targets = [load_configured(config.target, device=device) for device in config.target.devices]
-    target, identity = targets[0], targets[0].identity()
-    for each in targets:
-        each.prove()
-    mask_token_id = resolve_mask_token(target, config.drafter.mask_token_id)
-    shape = resolve_shape(
-        config.drafter,
-        target_config=target.model.config.get_text_config(),
-        width=target.width,
-        vocabulary=target.vocabulary,
-        target_layers=target.num_layers,
-        target_layer_ids=target.layer_ids,
-        mask_token_id=mask_token_id,
-    )
+    if targets is None:
+        log.info("loading target %s", config.target.name)
+        targets = LocalTargets(config, queue_bytes=queue_bytes(config))
+    facts = targets.facts
+    shape, mask_token_id = facts.shape, facts.shape.mask_token_id
 
     log.info("preparing data %s", config.data.path)
-    data, heldout = prepare_configured(config, target.tokenizer)
+    data, heldout = prepare_configured(config, facts.tokenizer)
     for path, prepared in ((config.data.path, data), (config.data.heldout_path, heldout)):
         if prepared is not None:
             _log_report(path, prepared)
@@ -71,19 +66,19 @@ def set_up(config: Config, run_dir: Path) -> Job:
             "set it to a token that no conversation uses"
         )
     if start is not None:
-        _check_agreement(start, shape, identity, data)
-    max_queue_bytes = _check_queue(config, target, data)
+        _check_agreement(start, shape, facts.identity, data)
+    _check_queue(config, targets, data)
     check_disk(config, shape, run_dir, samples=len(data))
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    embedding, head = _frozen(target, device)
+    embedding, head = _frozen(facts, device)
     seen = torch.from_numpy(data.seen).to(device)
     drafter = Drafter(shape, activation_checkpointing=config.drafter.activation_checkpointing).to(device)
-    optimizer = _optimizer(drafter, config)
+    optimizer = make_optimizer(drafter, config)
     job = Job(
         config=config,
+        team=ALONE,  # until it joins
         targets=targets,
-        target_identity=identity,
         data=data,
         heldout=heldout,
         prompts=None,
@@ -93,7 +88,6 @@ def set_up(config: Config, run_dir: Path) -> Job:
         embedding=embedding,
         head=head,
         loss_head=head.restricted(seen) if config.objective.vocabulary == "seen" else head,
-        queue_bytes=max_queue_bytes,
         total_steps=0,
         started_from=0,
         drafter=drafter,
@@ -136,8 +130,9 @@ def set_up(config: Config, run_dir: Path) -> Job:
     if config.drafter.compile:
         for layer in drafter.layers:
             layer.compile(dynamic=True)
-    if not (run_dir / "provenance.json").exists():
+    if team.writes and not (run_dir / "provenance.json").exists():
         write_json(run_dir / "provenance.json", _provenance(job))
+    join(job, team)
     return job
 
 
@@ -154,11 +149,9 @@ def _log_report(path: str | None, prepared: Prepared) -> None:
 
 def _prompts(job: Job) -> Prompts:
     """The prompts that are decoded at every checkpoint, once it is clear that they can be."""
-    section, target = job.config.evaluate, job.targets[0]
+    section = job.config.evaluate
     prompts = read_prompts(section, per_set=section.during_training)
-    template = Template(target.tokenizer, job.config.data.template_kwargs)
-    check_prompts(prompts, template, section, target, [job.drafter])
-    prove_rollback(target)
+    job.targets.check_decoding(prompts)
     return prompts
 
 
@@ -169,17 +162,16 @@ def _drafter_device(device: str) -> torch.device:
     return usable_device(device, knob="drafter.device")
 
 
-def _frozen(target: Target, device: torch.device) -> tuple[torch.Tensor, Head]:
+def _frozen(facts: TargetFacts, device: torch.device) -> tuple[torch.Tensor, Head]:
     """Embedding and head where the drafter is; in float32 on a CPU, which has no fast bfloat16."""
-    dtype = target.dtype if device.type == "cuda" else torch.float32
-    embedding = target.embedding_weight.to(device, dtype)
-    tied = target.head_weight.data_ptr() == target.embedding_weight.data_ptr()
-    weight = embedding if tied else target.head_weight.to(device, dtype)
-    bias = None if target.head_bias is None else target.head_bias.to(device, dtype)
-    return embedding, Head(weight, bias, target.logit_scale, target.logit_softcap)
+    dtype = facts.dtype if device.type == "cuda" else torch.float32
+    embedding = facts.embedding_weight.to(device, dtype)
+    weight = embedding if facts.head_weight is None else facts.head_weight.to(device, dtype)
+    bias = None if facts.head_bias is None else facts.head_bias.to(device, dtype)
+    return embedding, Head(weight, bias, facts.logit_scale, facts.logit_softcap)
 
 
-def _optimizer(drafter: Drafter, config: Config) -> torch.optim.AdamW:
+def make_optimizer(drafter: Drafter, config: Config) -> torch.optim.AdamW:
     matrices = [p for p in drafter.parameters() if p.dim() > 1]
     norms = [p for p in drafter.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": config.optim.weight_decay}, {"params": norms, "weight_decay": 0.0}]
@@ -195,7 +187,7 @@ def _calibration_samples(job: Job) -> list[Sample]:
     )
     indices = np.concatenate(order)[:CALIBRATION_SAMPLES]
     return [
-        Sample(index, sample_id, 0, 0, tokens, loss_mask, job.targets[0].features([tokens])[0].cpu())
+        Sample(index, sample_id, 0, 0, tokens, loss_mask, job.targets.features([tokens])[0].cpu())
         for index, (sample_id, tokens, loss_mask) in zip(indices.tolist(), samples_of(job.data, indices), strict=True)
     ]
 
@@ -276,12 +268,31 @@ def _check_agreement(start: Checkpoint, shape: Shape, identity: dict[str, Any], 
 
 def _go_on(job: Job, start: Checkpoint) -> None:
     job.drafter.load_state_dict(start.drafter)
-    for name, parameter in job.drafter.named_parameters():
-        moments = {key: start.optimizer[f"{name}.{key}"].to(job.device) for key in ("exp_avg", "exp_avg_sq", "step")}
-        job.optimizer.state[parameter] = moments
+    _load_optimizer(job, start.optimizer)
     job.step = job.started_from = start.state["step"]
     job.epoch = start.state["epoch"]
     job.trained[start.state["trained"]] = True
+
+
+def _load_optimizer(job: Job, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in job.drafter.named_parameters():
+        moments = {key: tensors[f"{name}.{key}"].to(job.device) for key in ("exp_avg", "exp_avg_sq")}
+        job.optimizer.state[parameter] = {
+            **{key: sharded_like(moment, parameter) for key, moment in moments.items()},
+            "step": tensors[f"{name}.step"].to(job.device),
+        }
+
+
+def join(job: Job, team: Team) -> None:
+    """Makes a job that was set up alone one of a connected team: with the first worker's drafter, in parts where it is sharded."""
+    job.team = team
+    team.same_drafter(job.drafter)
+    if team.sharded:
+        moments = optimizer_tensors(job)
+        team.shard(job.drafter)
+        job.optimizer = make_optimizer(job.drafter, job.config)
+        if moments:
+            _load_optimizer(job, moments)
 
 
 def optimizer_tensors(job: Job) -> dict[str, torch.Tensor]:
@@ -298,7 +309,7 @@ def state_of(job: Job) -> dict[str, Any]:
         "seed": job.config.run.seed,
         "trained": np.flatnonzero(job.trained).tolist(),
         "shape": dataclasses.asdict(job.shape),
-        "target": job.target_identity,
+        "target": job.targets.facts.identity,
         "data": job.data.digest,
     }
 
@@ -307,7 +318,7 @@ def _provenance(job: Job) -> dict[str, Any]:
     return {
         "code": runs.code_version(),
         "packages": runs.package_versions(),
-        "target": job.target_identity,
+        "target": job.targets.facts.identity,
         "data": {"path": job.config.data.path, "digest": job.data.digest, "report": job.data.report},
         "heldout": None
         if job.heldout is None
@@ -321,14 +332,12 @@ def _provenance(job: Job) -> dict[str, Any]:
 # ---------------------------------------------------------------- what the machine must hold
 
 
-def _check_queue(config: Config, target: Target, data: Prepared) -> int:
-    """The queue's limit in bytes, refused when samples cannot get through or the memory is not there."""
-    limit = queue_bytes(config)
+def _check_queue(config: Config, targets: TargetWorkers, data: Prepared) -> None:
+    """Refuses a queue that samples cannot get through."""
     check_limits(
         data.lengths,
-        bytes_per_token=len(target.layer_ids) * target.width * target.dtype.itemsize,
+        bytes_per_token=targets.facts.bytes_per_token,
         min_ready=config.stream.hs_min_ready,
         depth=config.stream.hs_queue_depth,
-        max_bytes=limit,
+        max_bytes=targets.queue_bytes,
     )
-    return limit

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,23 +27,22 @@ from dflash import checkpoint as checkpoints
 from dflash import config as configuration
 from dflash import run_dir as runs
 from dflash.batches import micro_batches, on_device
-from dflash.command import FAILED, FINISHED, REFUSED, STOP_SIGNALS, STOPPED, Parser, one_line, stop_at_once
-from dflash.config import OptimConfig
+from dflash.command import FAILED, FINISHED, REFUSED, STOP_SIGNALS, STOPPED, Parser, Refused, one_line, stop_at_once
+from dflash.config import Config, OptimConfig
+from dflash.data import Prepared
 from dflash.hs_queue import Closed, HiddenStateQueue, Sample, StreamFailed, bucket_counts, bucket_of, production_order
 from dflash.job import Job, autocast, embed, samples_of
 from dflash.objective import head_loss
 from dflash.recorder import Recorder, StepResult
 from dflash.setup import optimizer_tensors, set_up, state_of
 from dflash.target import Target
+from dflash.target_workers import LocalTargets
 
 JOIN_SECONDS = 5  # that a target worker has to end its forward once the run is over
 
 log = logging.getLogger("dflash")
 DrawStep = Callable[[int], Iterator[list[Sample]]]
-
-
-class Refused(Exception):
-    """What the user gave cannot be trained; nothing was."""
+Produce = Callable[["Group"], Iterable[Sample]]
 
 
 # ---------------------------------------------------------------- the run, in order
@@ -56,46 +55,73 @@ def train(run_dir: Path, stopping: threading.Event) -> int:
     """
     try:
         config = runs.read_config(run_dir)
+        if config.stream.engine == "ray":
+            return _train_on_cluster(config, run_dir, stopping)
         job = set_up(config, run_dir)
     except ValueError as error:
         raise Refused(str(error)) from error
 
-    edges = config.stream.bucket_edges
-    queue = HiddenStateQueue(
-        corpus=bucket_counts(job.data.lengths, edges),
-        min_ready=config.stream.hs_min_ready,
-        depth=config.stream.hs_queue_depth,
-        max_bytes=job.queue_bytes,
-        trained=(job.epoch, bucket_counts(job.data.lengths[job.trained], edges)),
-        stopping=stopping.is_set,
+    targets = job.targets
+    assert isinstance(targets, LocalTargets)
+    share_cores(job, targets)
+    queue = make_queue(
+        config, job.data.lengths, job.epoch, job.trained, max_bytes=targets.queue_bytes, stopping=stopping
     )
     stream = lockstep_stream if config.stream.engine == "lockstep" else threaded_stream
+    source = groups_to_run(config, job.data.lengths, job.epoch, job.trained)
+    producers = [local_producer(config, target, job.data) for target in targets.targets]
     stop_gracefully(stopping)
+    with stream(source, producers, queue) as draw_step:
+        return run_steps(job, run_dir, draw_step, queue.report, stopping)
+
+
+def _train_on_cluster(config: Config, run_dir: Path, stopping: threading.Event) -> int:
+    try:
+        from dflash import cluster
+    except ImportError as error:
+        raise Refused(f"stream.engine=ray: {error}; install it: pip install 'dflash-stream[cluster]'") from error
+    return cluster.train(config, run_dir, stopping)
+
+
+def run_steps(
+    job: Job,
+    run_dir: Path,
+    draw_step: DrawStep,
+    report: Callable[[Sequence[Sample]], dict],
+    stopping: threading.Event,
+) -> int:
+    """Every step that is left, with all that is measured and saved in between; returns FINISHED or STOPPED."""
+    config = job.config
     with (
-        Recorder(job, run_dir, queue, stopping) as recorder,
+        Recorder(job, run_dir, report, stopping) as recorder,
         checkpoints.Saver(run_dir, keep=config.checkpoint.keep) as saver,
-        stream(job, queue) as draw_step,
     ):
+
+        def save() -> None:
+            state = job.team.whole(job.drafter.state_dict()), job.team.whole(optimizer_tensors(job))
+            if job.team.writes:
+                saver.save(job.step, *state, state_of(job), spare=recorder.best_step)
+
         recorder.measure_heldout()
         if checkpoints.directory_of(
             run_dir, job.step
         ).exists():  # this run's own, which may have died before it was decoded
             recorder.decode_prompts()
         saved = job.step
-        with contextlib.suppress(Closed):  # stop requested while waiting: the step under way is not taken
-            while job.step < job.total_steps and not stopping.is_set():
+        with contextlib.suppress(Closed):  # stop requested: the draw says so, to all drafter workers alike
+            while job.step < job.total_steps:
                 recorder.record(take_step(job, draw_step))
                 if _due(job.step, config.run.heldout_every_steps):
                     recorder.measure_heldout()
                 if _due(job.step, config.checkpoint.every_steps):
                     recorder.flush()  # so that a step that was not finite is never saved
-                    saver.save(job.step, job.drafter, optimizer_tensors(job), state_of(job), spare=recorder.best_step)
+                    save()
                     saved = job.step
                     recorder.decode_prompts()
                 saver.check()
         recorder.flush()
         if job.step != saved or job.total_steps == 0:
-            saver.save(job.step, job.drafter, optimizer_tensors(job), state_of(job), spare=recorder.best_step)
+            save()
         finished = job.step == job.total_steps
         if finished:
             recorder.measure_heldout()
@@ -114,11 +140,13 @@ def take_step(job: Job, draw_step: DrawStep) -> StepResult:
     """One optimizer step: draw, forward and backward by micro-batches of like length, one weighted mean, update."""
     optim = job.config.optim
     lr = lr_at(job.step, total=job.total_steps, optim=optim)
-    samples: list[Sample] = []
+    drawn: list[Sample] = []
+    samples: list[Sample] = []  # of those, this drafter worker's, in the order of their losses
     losses: list[torch.Tensor] = []
     sums: dict[str, torch.Tensor] = {}
     for part in draw_step(optim.samples_per_step):
-        for batch in on_device(job, micro_batches(job, part)):
+        drawn += part
+        for batch in on_device(job, micro_batches(job, job.team.share(part))):
             with autocast(job):
                 hidden = job.drafter(batch.features, embed(job, batch.blocks.ids), batch.blocks.anchors)
             numerator, added = head_loss(hidden, batch.blocks, job.loss_head, job.config.objective)
@@ -126,12 +154,13 @@ def take_step(job: Job, draw_step: DrawStep) -> StepResult:
             samples += batch.samples
             for sample in batch.samples:  # a step may be larger than the queue: its features must not pile up here
                 sample.features = sample.features[:0].clone()
-            losses.append(added.pop("loss"))
+            losses.append(added.pop("loss")[: len(batch.samples)])
             sums = {name: sums[name] + value if sums else value for name, value in added.items()}
-    assert samples, "the stream ended before its last step"
+    assert drawn, "the stream ended before its last step"
 
-    gradients = [parameter.grad for parameter in job.drafter.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients).double() / sums["weight"]
+    samples, losses, sums = job.team.whole_step(drawn, samples, losses, sums, slots=job.shape.block_size - 1)
+    gradients = job.team.gradients(job.drafter)
+    norm = job.team.norm(gradients) / sums["weight"]
     finite = norm.isfinite() & torch.stack([loss.isfinite().all() for loss in losses]).all()
     # backward summed numerators: dividing once makes the step one weighted mean, however it was split
     scale = (optim.clip / norm.clamp_min(optim.clip) / sums["weight"]).float()
@@ -190,21 +219,36 @@ class Group:
     wanted: np.ndarray  # bool, which of `indices` go into the queue
 
 
-def groups_to_run(job: Job) -> Iterator[Group]:
+def make_queue(
+    config: Config, lengths: np.ndarray, epoch: int, trained: np.ndarray, *, max_bytes: int, stopping: threading.Event
+) -> HiddenStateQueue:
+    """The queue of a run that has `trained` (bool [samples]) of `epoch` behind it."""
+    edges = config.stream.bucket_edges
+    return HiddenStateQueue(
+        corpus=bucket_counts(lengths, edges),
+        min_ready=config.stream.hs_min_ready,
+        depth=config.stream.hs_queue_depth,
+        max_bytes=max_bytes,
+        trained=(epoch, bucket_counts(lengths[trained], edges)),
+        stopping=stopping.is_set,
+    )
+
+
+def groups_to_run(config: Config, lengths: np.ndarray, epoch: int, trained: np.ndarray) -> Iterator[Group]:
     """Every group that the target still has to run, in order, to the end of the last epoch."""
-    # copied here and now: the drafter moves both on while the workers ask for groups
-    first_epoch, trained = job.epoch, job.trained.copy()
+    # copied here and now: the drafter moves on while the workers ask for groups
+    first_epoch, trained = epoch, trained.copy()
     untouched = np.zeros_like(trained)
 
     def generate() -> Iterator[Group]:
-        stream = job.config.stream
-        for epoch in range(first_epoch, job.config.run.epochs):
+        stream = config.stream
+        for epoch in range(first_epoch, config.run.epochs):
             done = trained if epoch == first_epoch else untouched
             order = production_order(
-                job.data.lengths,
+                lengths,
                 edges=stream.bucket_edges,
                 group_tokens=stream.group_tokens,
-                seed=job.config.run.seed,
+                seed=config.run.seed,
                 epoch=epoch,
                 skip=np.flatnonzero(done).tolist(),
             )
@@ -213,13 +257,26 @@ def groups_to_run(job: Job) -> Iterator[Group]:
     return generate()
 
 
-def run_target(job: Job, target: Target, group: Group) -> Iterator[Sample]:
+def run_target(config: Config, target: Target, data: Prepared, group: Group) -> list[Sample]:
     """The group's wanted samples with their features, on the host."""
-    buckets = bucket_of(job.data.lengths[group.indices], job.config.stream.bucket_edges)
-    rows = list(samples_of(job.data, group.indices))
+    buckets = bucket_of(data.lengths[group.indices], config.stream.bucket_edges)
+    rows = list(samples_of(data, group.indices))
     features = to_host(target.features([tokens for _, tokens, _ in rows]))
-    for at in np.flatnonzero(group.wanted):
-        yield Sample(int(group.indices[at]), rows[at][0], group.epoch, int(buckets[at]), *rows[at][1:], features[at])
+    return [
+        Sample(int(group.indices[at]), rows[at][0], group.epoch, int(buckets[at]), *rows[at][1:], features[at])
+        for at in np.flatnonzero(group.wanted)
+    ]
+
+
+def local_producer(config: Config, target: Target, data: Prepared) -> Produce:
+    """`run_target` on a CUDA stream of its own, so that its copies wait for its own forwards alone."""
+    stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
+
+    def produce(group: Group) -> list[Sample]:
+        with torch.cuda.stream(stream):  # nothing on a CPU
+            return run_target(config, target, data, group)
+
+    return produce
 
 
 def to_host(features: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -234,21 +291,21 @@ def to_host(features: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def threaded_stream(job: Job, queue: HiddenStateQueue) -> Iterator[DrawStep]:
-    """One thread per target device fills the queue while the drafter draws. A failure on either side ends the other."""
-    source, source_lock = groups_to_run(job), threading.Lock()
-    running = itertools.count(len(job.targets) - 1, -1)
+def threaded_stream(
+    source: Iterator[Group], producers: Sequence[Produce], queue: HiddenStateQueue
+) -> Iterator[DrawStep]:
+    """One thread per target worker fills the queue while the drafter draws. A failure on either side ends the other."""
+    source_lock, running = threading.Lock(), itertools.count(len(producers) - 1, -1)
 
     def next_group() -> Group | None:
         with source_lock:
             return next(source, None)
 
-    def work(target: Target) -> None:
+    def work(produce: Produce) -> None:
         try:
-            with own_stream(target.device):
-                while (group := next_group()) is not None:
-                    for sample in run_target(job, target, group):
-                        queue.put(sample)
+            while (group := next_group()) is not None:
+                for sample in produce(group):
+                    queue.put(sample)
             if next(running) == 0:
                 queue.end()
         except (Closed, StreamFailed):
@@ -257,10 +314,9 @@ def threaded_stream(job: Job, queue: HiddenStateQueue) -> Iterator[DrawStep]:
             log.exception("a target worker failed")
             queue.fail(error)
 
-    share_cores(job)
     workers = [
-        threading.Thread(target=work, args=(target,), name=f"target-{target.device}", daemon=True)
-        for target in job.targets
+        threading.Thread(target=work, args=(produce,), name=f"target-{number}", daemon=True)
+        for number, produce in enumerate(producers)
     ]
     for worker in workers:
         worker.start()
@@ -273,31 +329,26 @@ def threaded_stream(job: Job, queue: HiddenStateQueue) -> Iterator[DrawStep]:
             worker.join(max(0.0, deadline - time.monotonic()))
 
 
-def own_stream(device: torch.device) -> contextlib.AbstractContextManager:
-    """A CUDA stream of the worker's own, so that its copies wait for its own forwards alone; nothing on a CPU."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))
-
-
-def share_cores(job: Job) -> None:
+def share_cores(job: Job, targets: LocalTargets) -> None:
     """Target workers and drafter that share the CPU get equal parts of its cores; more threads than cores only wait."""
-    on_cpu = [place for place in (*(target.device for target in job.targets), job.device) if place.type == "cpu"]
-    if len(on_cpu) > 1:
+    on_cpu = [place for place in (*(target.device for target in targets.targets), job.device) if place.type == "cpu"]
+    if len(on_cpu) > 1 and job.config.stream.engine != "lockstep":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(on_cpu)))
 
 
 @contextlib.contextmanager
-def lockstep_stream(job: Job, queue: HiddenStateQueue) -> Iterator[DrawStep]:
+def lockstep_stream(
+    source: Iterator[Group], producers: Sequence[Produce], queue: HiddenStateQueue
+) -> Iterator[DrawStep]:
     """Both roles by turns in one thread: the queue is filled before every draw, so that a run is reproducible to the last bit."""
-    source = (sample for group in groups_to_run(job) for sample in run_target(job, job.targets[0], group))
-    held = next(source, None)  # the next sample of the source, until it fits
+    samples = (sample for group in source for sample in producers[0](group))
+    held = next(samples, None)  # the next sample of the source, until it fits
 
     def fill() -> None:
         nonlocal held
         while held is not None and queue.has_room(held.nbytes):
             queue.put(held)
-            held = next(source, None)
+            held = next(samples, None)
         if held is None:
             queue.end()
 
@@ -328,7 +379,9 @@ def main(arguments: list[str] | None = None) -> int:
         return STOPPED
     except Exception as error:
         cause = error.__cause__ if isinstance(error, StreamFailed) and error.__cause__ else error
-        print(f"dflash: failed: {type(cause).__name__}: {one_line(cause)}", file=sys.stderr)
+        # the message of a StreamFailed from another process names the cause, its `__cause__` has not come along
+        what = one_line(cause) if isinstance(cause, StreamFailed) else f"{type(cause).__name__}: {one_line(cause)}"
+        print(f"dflash: failed: {what}", file=sys.stderr)
         return FAILED
 
 
@@ -373,6 +426,22 @@ def _run_dir_of(arguments: list[str] | None) -> Path:
 
 def _train_logged(run_dir: Path) -> int:
     """Trains with trainer.log open; a run that ends otherwise than well says so in status.json."""
+    with logged_in(run_dir):
+        try:
+            return train(run_dir, threading.Event())
+        except BaseException as error:
+            state = {Refused: "refused", KeyboardInterrupt: "stopped"}.get(type(error), "failed")
+            log.exception(state)
+            step = runs.read_status(run_dir).get("step", 0)
+            runs.write_status(run_dir, state=state, step=step, reason=f"{type(error).__name__}: {error}")
+            if isinstance(error, SystemExit):  # a process that ends with it looks as if all were well
+                raise RuntimeError("SystemExit in the drafter's thread") from error
+            raise
+
+
+@contextlib.contextmanager
+def logged_in(run_dir: Path) -> Iterator[None]:
+    """What this process logs goes to trainer.log, and to the terminal."""
     file, terminal = logging.FileHandler(run_dir / "trainer.log"), logging.StreamHandler(sys.stderr)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     # what is going on, for whoever waits for a large target; a failure's traceback is for the file
@@ -381,15 +450,7 @@ def _train_logged(run_dir: Path) -> int:
         log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        return train(run_dir, threading.Event())
-    except BaseException as error:
-        state = {Refused: "refused", KeyboardInterrupt: "stopped"}.get(type(error), "failed")
-        log.exception(state)
-        step = runs.read_status(run_dir).get("step", 0)
-        runs.write_status(run_dir, state=state, step=step, reason=f"{type(error).__name__}: {error}")
-        if isinstance(error, SystemExit):  # a process that ends with it looks as if all were well
-            raise RuntimeError("SystemExit in the drafter's thread") from error
-        raise
+        yield
     finally:
         for handler in (file, terminal):
             log.removeHandler(handler)

@@ -26,6 +26,7 @@ def nightly(
     objective: given.Objective = given.NONE,
     optim: given.Optim = given.NONE,
     stream: given.Stream = given.NONE,
+    cluster: given.Cluster = given.NONE,
     checkpoint: given.Checkpoint = given.NONE,
     evaluate: given.Evaluate = given.NONE,
     run: given.Run = given.NONE,

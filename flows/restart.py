@@ -28,6 +28,7 @@ def restart(
     objective: given.Objective = given.NONE,
     optim: given.Optim = given.NONE,
     stream: given.Stream = given.NONE,
+    cluster: given.Cluster = given.NONE,
     checkpoint: given.Checkpoint = given.NONE,
     evaluate: given.Evaluate = given.NONE,
     run_fields: given.Run = given.NONE,

@@ -186,7 +186,7 @@ def save(saver: Saver, step: int, *, size: int = 100) -> None:
     module = torch.nn.Linear(size, 1, bias=False)
     with torch.no_grad():
         module.weight.fill_(step)
-    saver.save(step, module, {"weight.step": torch.tensor(float(step))}, {"step": step})
+    saver.save(step, module.state_dict(), {"weight.step": torch.tensor(float(step))}, {"step": step})
 
 
 def weight_of(at: Path) -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_save_returns_before_the_write_ends_and_saves_the_values_it_was_given(tm
     module.weight.data.fill_(1.0)
     at = directory_of(tmp_path, 1)
     with Saver(tmp_path, keep=None) as saver:
-        saver.save(1, module, {"moment": moment}, {"step": 1})
+        saver.save(1, module.state_dict(), {"moment": moment}, {"step": 1})
         returned_before = not at.exists() and "saver" in [thread.name for thread in threading.enumerate()]
         module.weight.data.fill_(2.0)  # the next step
         moment.fill_(2.0)

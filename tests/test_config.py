@@ -179,6 +179,39 @@ REFUSALS = {
     ),
     "no patience": (values(supervise={"stall_seconds": 0}), ["supervise.stall_seconds", "0"]),
     "restarts below none": (values(supervise={"max_restarts": -1}), ["supervise.max_restarts", "-1"]),
+    "workers without a cluster": (
+        values(cluster={"target_workers": 2}),
+        ["cluster.target_workers=2", "stream.engine=local", "ray"],
+    ),
+    "devices by name on a cluster": (
+        values(stream={"engine": "ray"}, target={"devices": ["cuda:0", "cuda:1"]}),
+        ["target.devices=['cuda:0', 'cuda:1']", "cluster.target_workers", "auto"],
+    ),
+    "a drafter's device by name on a cluster": (
+        values(stream={"engine": "ray"}, drafter={"device": "cuda:3"}),
+        ["drafter.device=cuda:3", "cluster.drafter_gpus", "auto"],
+    ),
+    "a drafter worker on two GPUs": (
+        values(stream={"engine": "ray"}, cluster={"drafter_gpus": 2}),
+        ["cluster.drafter_gpus=2", "cluster.drafter_workers"],
+    ),
+    "a GPU and a half": (values(stream={"engine": "ray"}, cluster={"target_gpus": 1.5}), ["cluster.target_gpus=1.5"]),
+    "by turns with two": (
+        values(stream={"engine": "ray"}, cluster={"lockstep": True, "target_workers": 2}),
+        ["cluster.lockstep", "cluster.target_workers=2"],
+    ),
+    "one drafter in parts": (
+        values(stream={"engine": "ray"}, cluster={"shard_drafter": True}),
+        ["cluster.shard_drafter", "cluster.drafter_workers=1"],
+    ),
+    "parts and compiled": (
+        values(
+            stream={"engine": "ray"},
+            cluster={"shard_drafter": True, "drafter_workers": 2},
+            drafter={"compile": True},
+        ),
+        ["cluster.shard_drafter", "drafter.compile"],
+    ),
     "two beginnings": (
         values(checkpoint={"resume_from": "a"}, drafter={"init_from": "b"}),
         ["checkpoint.resume_from=a", "drafter.init_from=b"],

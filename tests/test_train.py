@@ -429,7 +429,7 @@ def test_a_steps_loss_and_gradient_are_the_weighted_mean_of_its_samples_taken_on
     job = set_up(config, fresh)
     loss = weight = tau = blocks = 0.0
     for index, (name, tokens, mask) in zip(row["samples"], samples_of(job.data, np.array(row["samples"])), strict=True):
-        sample = Sample(index, name, 0, 0, tokens, mask, job.targets[0].features([tokens])[0])
+        sample = Sample(index, name, 0, 0, tokens, mask, job.targets.features([tokens])[0])
         batch = make_batch(job, [sample], [anchors_of(job, sample)])
         hidden = job.drafter(batch.features, embed(job, batch.blocks.ids), batch.blocks.anchors)
         numerator, sums = head_loss(hidden, batch.blocks, job.loss_head, config.objective)
@@ -485,7 +485,7 @@ def test_the_learning_rate_warms_up_then_follows_its_schedule():
 def test_the_target_runs_each_later_epoch_whole_wherever_the_drafter_is_by_then(world, tmp_path):
     run_dir = world.run(tmp_path)
     job = set_up(read_config(run_dir), run_dir)
-    source, indices = train.groups_to_run(job), []
+    source, indices = train.groups_to_run(job.config, job.data.lengths, job.epoch, job.trained), []
     while len(indices) < SAMPLES:
         group = next(source)
         assert group.epoch == 0
