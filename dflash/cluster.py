@@ -33,11 +33,13 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 from ray.actor import ActorHandle
@@ -263,8 +265,9 @@ class QueueActor:
         self._dealing = threading.Lock()
         self._step, self._dealt = -1, list[list[Any] | None]()
         self._parts: Iterator[list[Any]] = iter(())
-        self._askers = list[int]()  # per part of the step: drafter workers that have not had it yet
+        self._at = list[int]()  # per drafter worker: the part of the step that it asked for last
         self._ended: BaseException | None = None
+        self._reported: tuple[int, dict[str, Any]] = -1, {}
 
     def open(self, workers: list[ActorHandle], *, max_bytes: int, bytes_per_token: int) -> None:
         """Starts the stream."""
@@ -296,35 +299,40 @@ class QueueActor:
 
         return produce
 
-    def draw(self, step: int, part: int, n: int) -> list[Record] | None:
+    # Ray repeats a call whose answer a broken connection swallowed: these answer alike when they are asked again
+
+    @ray.method(max_task_retries=-1)
+    def draw(self, rank: int, step: int, part: int, n: int) -> list[Record] | None:
         """One part of a step's draw, the same for all drafter workers; None after the last. Raises as the queue does, to all."""
         with self._dealing:
             if self._ended is not None:
                 raise self._ended
             if step != self._step:
-                self._step, self._dealt, self._askers, self._parts = step, [], [], self._draw_step(n)
+                self._step, self._dealt, self._parts = step, [], self._draw_step(n)
+                self._at = [0] * self._workers
             if part == len(self._dealt):
                 try:
                     self._dealt.append(next(self._parts, None))
                 except (Closed, StreamFailed) as error:
                     self._ended = error
                     raise
-                self._askers.append(self._workers)
-            records = self._dealt[part]
-            self._askers[part] -= 1
-            if self._askers[part] == 0:
-                self._dealt[
-                    part
-                ] = []  # or the features of a step larger than the queue would pile up in the object store
-            return records
+            self._at[rank] = part
+            for fetched in range(min(self._at)):  # by all: they have asked for the next
+                self._dealt[fetched] = None  # or a step larger than the queue would pile up in the object store
+            return self._dealt[part]
 
-    def report(self, step: list[Any]) -> dict[str, Any]:
-        return self._queue.report(step)
+    @ray.method(max_task_retries=-1)
+    def report(self, step: int, samples: list[Any]) -> dict[str, Any]:
+        """`HiddenStateQueue.report` of a step."""
+        if step != self._reported[0]:
+            self._reported = step, self._queue.report(samples)
+        return self._reported[1]
 
     def stop(self) -> None:
         """From now on every draw raises Closed."""
         self._stopping.set()
 
+    @ray.method(max_task_retries=-1)
     def ping(self) -> None:
         """Answers while a draw waits."""
 
@@ -364,6 +372,8 @@ class DrafterWorker:
         if self._rank == 0:
             # one that was cut off from the cluster may still be writing; it ends when it learns that it was given up
             self._held.enter_context(runs.only_writer(self._run_dir, seconds=self._config.cluster.start_seconds))
+        # gloo would take the address of the host's name, on many machines the one that nobody else reaches
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(ray.util.get_node_ip_address()))
         team = Team.connect(
             self._rank,
             self._config.cluster.drafter_workers,
@@ -375,26 +385,28 @@ class DrafterWorker:
         self._job: Job = job
         return Start(job.data.lengths, job.epoch, job.trained, targets.facts.bytes_per_token)
 
-    def train(self, queue: ActorHandle) -> int:
-        """`train.run_steps`; FINISHED or STOPPED."""
-        return run_steps(
-            self._job,
-            self._run_dir,
-            self._drawn_from(queue),
-            lambda samples: self._report(queue, samples),
-            self._stopping,
-        )
+    def train(self, queue: ActorHandle) -> None:
+        """Starts `train.run_steps` in a thread: a call for as long as a run would not survive a broken connection."""
+        how = self._job, self._run_dir, self._drawn_from(queue), functools.partial(self._report, queue), self._stopping
+        self._training = ThreadPoolExecutor(1, "train").submit(run_steps, *how)
 
+    @ray.method(max_task_retries=-1)
+    def outcome(self) -> int | None:
+        """FINISHED or STOPPED, None while it trains. Raises what the training raised."""
+        return self._training.result() if self._training.done() else None
+
+    @ray.method(max_task_retries=-1)
     def stop(self) -> None:
         self._stopping.set()
 
+    @ray.method(max_task_retries=-1)
     def ping(self) -> None:
-        """Answers once this worker has a place."""
+        """Answers once this worker has a place, and as long as it lives."""
 
     def _drawn_from(self, queue: ActorHandle) -> Callable[[int], Iterator[list[Sample]]]:
         def draw_step(n: int) -> Iterator[list[Sample]]:
             for part in itertools.count():
-                records = _of_queue(queue.draw.remote(self._job.step, part, n))
+                records = _of_queue(queue.draw.remote(self._rank, self._job.step, part, n))
                 if records is None:
                     return
                 yield self._with_features(records)
@@ -423,7 +435,14 @@ class DrafterWorker:
 
     def _report(self, queue: ActorHandle, samples: Sequence[Sample]) -> dict[str, Any]:
         records = [Record(sample.index, sample.epoch, sample.bucket, 0, None, sample.born) for sample in samples]
-        return _of_queue(queue.report.remote(records))
+        return _of_queue(queue.report.remote(self._job.step, records))
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an address of this machine."""
+    found = [name for name, has in psutil.net_if_addrs().items() if address in [each.address for each in has]]
+    assert found, f"no interface has {address}"
+    return found[0]
 
 
 def _of_queue(result: Any) -> Any:
@@ -477,10 +496,10 @@ def train_from_last_checkpoint(
     stopping: threading.Event,
 ) -> int:
     """Starts drafter workers and queue, and waits for their end. Raises Lost when one of them, or its machine, is gone."""
-    section, actors = config.cluster, list[ActorHandle]()
+    section, actors, drafters = config.cluster, list[ActorHandle](), dict[str, ActorHandle]()
     try:
-        drafters = {
-            f"drafter worker {rank}": _actor(DrafterWorker, place, 1 + rank, max_concurrency=2).remote(
+        drafters |= {
+            f"drafter worker {rank}": _actor(DrafterWorker, place, 1 + rank, max_concurrency=4).remote(
                 config, run_dir, rank
             )
             for rank in range(section.drafter_workers)
@@ -490,42 +509,51 @@ def train_from_last_checkpoint(
         (address,) = results_of({actors[0].found.remote(): "drafter worker 0"})
         start, *_ = results_of({actor.set_up.remote(targets, address): name for name, actor in drafters.items()})
 
-        # a draw of each drafter worker may wait in it, and one call more
-        queue = _actor(QueueActor, place, 0, max_concurrency=section.drafter_workers + 2).remote(
+        # a draw of each drafter worker may wait in it, once more where Ray repeats it, and other calls beside them
+        queue = _actor(QueueActor, place, 0, max_concurrency=2 * section.drafter_workers + 2).remote(
             config, start.lengths, start.epoch, start.trained, drafter_workers=section.drafter_workers
         )
         actors.append(queue)
         limits = {"max_bytes": targets.queue_bytes, "bytes_per_token": start.bytes_per_token}
         results_of({queue.open.remote(target_workers, **limits): "the queue"}, within=section.start_seconds)
         stop_gracefully(stopping)
-        told = threading.Event()
-
-        def pass_on_stop() -> None:
-            if stopping.is_set() and not told.is_set():
-                told.set()
+        results_of({actor.train.remote(queue): name for name, actor in drafters.items()})
+        while True:
+            codes = results_of({actor.outcome.remote(): name for name, actor in drafters.items()})
+            if None not in codes:
+                return codes[0]
+            if stopping.is_set():  # said again and again: it changes nothing
                 for actor in (queue, *drafters.values(), *target_workers):
                     actor.stop.remote()
-
-        trained = {actor.train.remote(queue): name for name, actor in drafters.items()}
-        return results_of(trained, look=pass_on_stop)[0]
+            time.sleep(POLL_SECONDS)
+    except (TeamLost, RuntimeError) as error:
+        if isinstance(error, StreamFailed):
+            raise
+        # what one drafter worker says of another's end, by whichever of torch's ways, is not the cause
+        lost = find_lost(drafters)
+        if lost is None and isinstance(error, TeamLost):
+            lost = Lost(f"the drafter workers lost sight of each other: {error}")
+        raise (lost or error) from error
     finally:
         for actor in actors:
             ray.kill(actor)
 
 
-def results_of(
-    calls: Mapping[Any, str], *, look: Callable[[], None] = lambda: None, within: float | None = None
-) -> list:
-    """The results of calls, by reference: the name of the actor that was called. `look` is called twice a second meanwhile.
+def results_of(calls: Mapping[Any, str], *, within: float | None = None) -> list[Any]:
+    """The results of calls, by reference: the name of the actor that was called.
 
-    Raises the first failure: Lost where an actor is gone, also where another one's error only is the consequence of that.
+    Raises the first failure, Lost where it is that an actor is gone; NoRoom where an actor does not answer `within` so long.
     """
     pending, began = list(calls), time.monotonic()
     while pending:
-        look()
         done, pending = ray.wait(pending, timeout=POLL_SECONDS, fetch_local=False)
         for call in done:
-            _raise_cause(call, calls, pending)
+            try:
+                ray.get(call)
+            except RayActorError as error:
+                raise Lost(f"{calls[call]} was lost: {reason_of(error)}") from error
+            except RayTaskError as error:
+                raise error.cause from None
         if pending and within is not None and time.monotonic() - began > within:
             raise NoRoom(
                 f"{calls[pending[0]]} could not be started within {within:g} s (cluster.start_seconds): no machine has room for it"
@@ -533,28 +561,19 @@ def results_of(
     return ray.get(list(calls))
 
 
-def _raise_cause(call: Any, calls: Mapping[Any, str], pending: list) -> None:
-    """Raises what went wrong with a call that has ended, if anything did."""
-    try:
-        ray.get(call)
-    except RayActorError as error:
-        raise Lost(f"{calls[call]} was lost: {reason_of(error)}") from error
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, TeamLost | Lost | RuntimeError) and not isinstance(cause, StreamFailed):
-            for other in (
-                ray.wait(pending, num_returns=len(pending), timeout=LOOK_SECONDS, fetch_local=False)[0]
-                if pending
-                else ()
-            ):
-                with contextlib.suppress(RayTaskError):
-                    try:
-                        ray.get(other)
-                    except RayActorError as loss:
-                        raise Lost(f"{calls[other]} was lost: {reason_of(loss)}") from loss
-        if isinstance(cause, TeamLost):
-            raise Lost(f"{calls[call]} lost sight of the others: {cause}") from error
-        raise cause from None
+def find_lost(actors: Mapping[str, ActorHandle]) -> Lost | None:
+    """The first of these actors that turns out to be gone within LOOK_SECONDS."""
+    deadline = time.monotonic() + LOOK_SECONDS
+    while time.monotonic() < deadline:
+        for name, actor in actors.items():
+            try:
+                ray.get(actor.ping.remote(), timeout=POLL_SECONDS)
+            except RayActorError as error:
+                return Lost(f"{name} was lost: {reason_of(error)}")
+            except GetTimeoutError:
+                pass
+        time.sleep(POLL_SECONDS)
+    return None
 
 
 def reason_of(error: Exception) -> str:
