@@ -420,8 +420,8 @@ def check(config: Config) -> None:
 def _check_cluster(config: Config) -> None:
     cluster, target, drafter = config.cluster, config.target, config.drafter
     if config.stream.engine != "ray":
-        for name, default in dataclasses.asdict(ClusterConfig()).items():
-            if getattr(cluster, name) != default:
+        for name in ("target_workers", "drafter_workers", "shard_drafter", "lockstep"):
+            if getattr(cluster, name) != getattr(ClusterConfig(), name):
                 raise ValueError(
                     f"cluster.{name}={json.dumps(getattr(cluster, name))} is for stream.engine=ray, this is "
                     f"stream.engine={config.stream.engine}; set that, or leave the section out"

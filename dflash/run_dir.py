@@ -29,7 +29,7 @@ from dflash import config as configuration
 from dflash.config import Config
 from dflash.files import taken, write_json
 
-PACKAGES = ("dflash-stream", "torch", "transformers", "safetensors", "tokenizers", "numpy")
+PACKAGES = ("dflash-stream", "torch", "transformers", "safetensors", "tokenizers", "numpy", "ray")
 LOOK_SECONDS = 1.0  # far longer than anybody but a trainer holds a run directory
 
 
