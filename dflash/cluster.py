@@ -476,10 +476,10 @@ def train(config: Config, run_dir: Path, stopping: threading.Event) -> int:
         for losses in itertools.count():
             try:
                 return train_from_last_checkpoint(config, run_dir, drafters_place, targets, workers, stopping)
-            except ValueError as error:
+            except Refused as refusal:
                 if losses == 0:
-                    raise Refused(str(error)) from error
-                raise
+                    raise
+                raise RuntimeError(f"after a loss: {refusal}") from refusal  # training had begun
             except Lost as lost:
                 if losses == section.max_restarts or stopping.is_set():
                     raise
@@ -507,7 +507,10 @@ def train_from_last_checkpoint(
         actors += drafters.values()
         results_of({actor.ping.remote(): name for name, actor in drafters.items()}, within=section.start_seconds)
         (address,) = results_of({actors[0].found.remote(): "drafter worker 0"})
-        start, *_ = results_of({actor.set_up.remote(targets, address): name for name, actor in drafters.items()})
+        try:
+            start, *_ = results_of({actor.set_up.remote(targets, address): name for name, actor in drafters.items()})
+        except ValueError as error:
+            raise Refused(str(error)) from error
 
         # a draw of each drafter worker may wait in it, once more where Ray repeats it, and other calls beside them
         queue = _actor(QueueActor, place, 0, max_concurrency=2 * section.drafter_workers + 2).remote(
@@ -799,6 +802,7 @@ def _check(arguments: list[str] | None) -> int:
         check_nodes(config)
         for bundles, strategy in ((drafter_bundles(config), "PACK"), (target_bundles(config), "SPREAD")):
             reserve(bundles, strategy, config)
+        queue_limit(config)
         print(f"the cluster has room for the run, and all of its machines see {config.run.root}", flush=True)
     return FINISHED
 

@@ -55,11 +55,11 @@ def train(run_dir: Path, stopping: threading.Event) -> int:
     """
     try:
         config = runs.read_config(run_dir)
-        if config.stream.engine == "ray":
-            return _train_on_cluster(config, run_dir, stopping)
-        job = set_up(config, run_dir)
+        job = None if config.stream.engine == "ray" else set_up(config, run_dir)
     except ValueError as error:
         raise Refused(str(error)) from error
+    if job is None:
+        return _train_on_cluster(config, run_dir, stopping)
 
     targets = job.targets
     assert isinstance(targets, LocalTargets)

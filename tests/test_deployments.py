@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+from forks import until
+from machines import Machines, machines_impossible
 
 from dflash.config import SECTIONS, Config, parse, read_file
 
@@ -23,6 +26,8 @@ PARAMETER_FILES = sorted(
     set(DEPLOYMENTS.glob("*.yaml")) - {DEPLOYMENTS / "compose.yaml", DEPLOYMENTS / "automations.yaml"}
 )
 UNITS = sorted((DEPLOYMENTS / "systemd").glob("*.service"))
+VOLUME, POLICY, CLUSTER = yaml.safe_load_all((DEPLOYMENTS / "kuberay" / "cluster.yaml").read_text())
+PODS: list[dict[str, Any]] = [CLUSTER["spec"]["headGroupSpec"], *CLUSTER["spec"]["workerGroupSpecs"]]
 COMPOSE = yaml.safe_load((DEPLOYMENTS / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 each_parameter_file = pytest.mark.parametrize("file", PARAMETER_FILES, ids=lambda file: file.stem)
@@ -43,6 +48,18 @@ def text_values(value: object) -> list[str]:
     if isinstance(value, list | tuple):
         return [text for each in value for text in text_values(each)]
     return [value] if isinstance(value, str) else []
+
+
+def workers_fit(config: Config, free: list[int]) -> bool:
+    """Whether machines with so many free GPUs have room for the workers: the drafters' together, then the target's."""
+    section = config.cluster
+    asked = [section.drafter_gpus] * section.drafter_workers + [section.target_gpus] * section.target_workers
+    for gpus in asked:
+        machine = next((machine for machine, left in enumerate(free) if left >= (gpus or 1)), None)
+        if machine is None:
+            return False
+        free[machine] -= int(gpus or 1)
+    return True
 
 
 # ---------------------------------------------------------------- parameter files
@@ -73,9 +90,12 @@ def test_a_parameter_file_holds_no_absolute_path(file: Path) -> None:
 
 @each_parameter_file
 def test_a_parameter_file_uses_the_machine_that_its_name_says(file: Path) -> None:
-    named = re.search(r"-(\d+)gpu", file.stem)
-    gpus = int(named[1]) if named else 0
+    named = re.search(r"-(?:(\d+)x)?(\d+)gpu", file.stem)
+    machines, gpus = (int(named[1] or 1), int(named[2])) if named else (1, 0)
     config = parse(read_file(file))
+    if config.stream.engine == "ray":
+        assert workers_fit(config, [gpus] * machines)
+        return
     used = {*config.target.devices, config.drafter.device} - {"auto"}
     assert used <= {f"cuda:{index}" for index in range(gpus)}
     if gpus and config.target.device_map is None:
@@ -87,6 +107,7 @@ def test_the_readme_names_every_file() -> None:
     files = [path.name for path in DEPLOYMENTS.iterdir() if path.is_file() and path.suffix != ".dockerignore"]
     assert [name for name in files if name != "README.md" and f"`{name}`" not in readme] == []
     assert [unit.stem for unit in UNITS if unit.stem not in readme] == []
+    assert "`kuberay/cluster.yaml`" in readme
 
 
 def test_nothing_in_deployments_names_a_place_on_somebodys_machine() -> None:
@@ -139,6 +160,7 @@ def test_the_image_adds_only_pinned_packages_to_the_pinned_project() -> None:
     assert install
     words = install[1].replace("\\", "").split()
     assert words[:4] == ["--no-cache-dir", "--constraint", "constraints.txt", "--editable"]
+    assert words[4] == "'.[cluster]'"
     assert all(re.fullmatch(r"[\w-]+==[\d.]+", word) for word in words[5:])
     # who installs it by hand takes the same
     assert next(word for word in words if word.startswith("Flask-WTF")) in (DEPLOYMENTS / "README.md").read_text()
@@ -220,7 +242,8 @@ def test_prefect_reads_the_automation_of_lost_runs() -> None:
 
 
 def test_a_unit_listens_on_loopback_only() -> None:
-    servers = [unit(file)["ExecStart"] for file in UNITS if "worker" not in file.stem]
+    # a worker listens nowhere; Ray does, on every interface, and README.md says what keeps others out
+    servers = [unit(file)["ExecStart"] for file in UNITS if file.stem not in ("dflash-worker", "dflash-ray")]
     assert len(servers) == 2
     assert all(re.search(r"--host 127\.0\.0\.1 ", command) for command in servers)
 
@@ -244,7 +267,7 @@ def test_a_stop_of_the_worker_unit_signals_only_the_process_that_waits() -> None
 def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
     (tmp_path / "dflash" / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / "dflash" / "deployments").symlink_to(DEPLOYMENTS)
-    for name in ("prefect", "mlflow"):
+    for name in ("prefect", "mlflow", "ray"):
         (tmp_path / "dflash" / ".venv" / "bin" / name).symlink_to(sys.executable)
     (tmp_path / "run").mkdir(mode=0o700)
     checked = subprocess.run(
@@ -270,6 +293,254 @@ def test_the_environment_of_the_units_holds_no_secret_and_can_be_read_by_a_shell
         check=True,
     )
     assert shown.stdout == "--app-name basic-auth USER:PASSWORD\n"
+
+
+# ---------------------------------------------------------------- Ray
+
+TWO_MACHINES = parse(read_file(DEPLOYMENTS / "llama-3.3-70b-2x4gpu.yaml"))
+LONGEST_SAMPLE = (
+    TWO_MACHINES.data.max_tokens * TWO_MACHINES.target.captured_layers * 8192 * 2
+)  # bytes: its width, bfloat16
+
+
+def ray_nodes() -> list[str]:
+    """What the units give to `ray start`: the head's, and another machine's."""
+    example = (DEPLOYMENTS / "systemd" / "dflash.env.example").read_text()
+    return re.findall(r'^#RAY_NODE="(.*)"$', example, re.MULTILINE)
+
+
+def option(words: str, name: str) -> str:
+    found = re.search(rf"--{name}=(\S+)", words)
+    assert found, f"no --{name} in {words}"
+    return found[1]
+
+
+def test_ray_understands_every_option_that_it_is_given() -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    by_unit = [
+        unit(DEPLOYMENTS / "systemd" / "dflash-ray.service")["ExecStart"].replace("$RAY_NODE", node)
+        for node in ray_nodes()
+    ]
+    by_hand = re.findall(r"^ray start .*$", (DEPLOYMENTS / "README.md").read_text(), re.MULTILINE)
+    assert (len(by_unit), len(by_hand)) == (2, 2)
+    for command in by_unit + by_hand:
+        scripts.start.make_context("start", shlex.split(command)[2:])
+        assert "--disable-usage-stats" in command
+
+
+def test_the_two_machines_are_found_by_private_addresses_and_agree_on_the_head_and_the_store() -> None:
+    head, other = ray_nodes()
+    assert head.startswith("--head ")
+    assert option(other, "address") == f"{option(head, 'node-ip-address')}:{option(head, 'port')}"
+    assert option(head, "node-ip-address") != option(other, "node-ip-address")
+    assert option(head, "object-store-memory") == option(other, "object-store-memory")
+    by_hand = re.findall(r"^ray start (.*)$", (DEPLOYMENTS / "README.md").read_text(), re.MULTILINE)
+    assert [set(words.split()) - {"--disable-usage-stats"} for words in by_hand] == [
+        set(head.split()),
+        set(other.split()),
+    ]
+    example = (DEPLOYMENTS / "systemd" / "dflash.env.example").read_text()
+    assert f"#RAY_AUTH_MODE=token\n#RAY_ADDRESS={option(other, 'address')}\n" in example
+
+
+def test_the_stores_hold_twice_what_the_queue_of_the_example_holds_at_worst() -> None:
+    stores = [option(node, "object-store-memory") for node in ray_nodes()]
+    stores += [pod["rayStartParams"]["object-store-memory"] for pod in PODS]
+    assert len(stores) == 4
+    assert all(int(store) >= 2 * TWO_MACHINES.stream.hs_queue_depth * LONGEST_SAMPLE for store in stores)
+
+
+# ---------------------------------------------------------------- KubeRay
+
+UNITS_OF_BYTES = {"Gi": 2**30, "Ti": 2**40}
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    (only,) = pod["template"]["spec"]["containers"]
+    return only
+
+
+def size(text: str) -> int:
+    return int(text[:-2]) * UNITS_OF_BYTES[text[-2:]]
+
+
+def test_the_cluster_is_of_the_rays_version_that_is_tested() -> None:
+    pinned = re.search(r"^ray==(.*)$", (DEPLOYMENTS.parent / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    assert (CLUSTER["apiVersion"], CLUSTER["spec"]["rayVersion"]) == ("ray.io/v1", pinned[1])
+    assert len({container(pod)["image"] for pod in PODS}) == 1
+
+
+def test_the_pods_have_room_for_the_example() -> None:
+    pods = [pod for pod in PODS for _ in range(pod.get("replicas", 1))]
+    assert len(pods) == 2
+    assert workers_fit(TWO_MACHINES, [container(pod)["resources"]["limits"]["nvidia.com/gpu"] for pod in pods])
+
+
+def test_every_pod_sees_what_a_run_needs_at_the_same_path_on_one_volume_that_all_write() -> None:
+    assert VOLUME["spec"]["accessModes"] == ["ReadWriteMany"]
+    (mounts, *others) = [container(pod)["volumeMounts"] for pod in PODS]
+    assert all(other == mounts for other in others)
+    shared = {mount["mountPath"]: mount["subPath"] for mount in mounts if mount["name"] == "dflash"}
+    assert len(set(shared.values())) == len(shared)
+    for pod in PODS:
+        claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["template"]["spec"]["volumes"][:1]]
+        assert claims == [VOLUME["metadata"]["name"]]
+    # the same places as in a container of compose.yaml
+    assert set(shared) == {mount.split(":")[1] for mount in SERVICES["worker"]["volumes"]}
+    home = re.search(r"^WORKDIR (.*)$", (DEPLOYMENTS / "Dockerfile").read_text(), re.MULTILINE)
+    assert home
+    paths = (TWO_MACHINES.run.root, TWO_MACHINES.data.prepared_dir, TWO_MACHINES.regenerate.out)
+    assert {f"{home[1]}/{path}" for path in (*paths, str(Path(TWO_MACHINES.data.path).parent))} <= set(shared)
+
+
+def test_the_object_store_fits_the_shared_memory_of_a_pod_and_that_fits_its_memory() -> None:
+    for pod in PODS:
+        (shm,) = [volume for volume in pod["template"]["spec"]["volumes"] if volume["name"] == "shm"]
+        assert shm["emptyDir"]["medium"] == "Memory"
+        room = size(shm["emptyDir"]["sizeLimit"])
+        assert (
+            int(pod["rayStartParams"]["object-store-memory"])
+            < room
+            < size(container(pod)["resources"]["limits"]["memory"])
+        )
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container(pod)["volumeMounts"]
+
+
+def test_only_the_clusters_own_pods_reach_it_and_only_with_the_token() -> None:
+    assert CLUSTER["spec"]["authOptions"] == {"mode": "token"}
+    assert CLUSTER["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
+    pods = {"matchLabels": {"ray.io/cluster": CLUSTER["metadata"]["name"]}}
+    assert POLICY["spec"]["podSelector"] == pods
+    assert POLICY["spec"]["policyTypes"] == ["Ingress"]
+    assert POLICY["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
+    written = (DEPLOYMENTS / "kuberay" / "cluster.yaml").read_text()
+    assert re.findall(r"hostPort|hostNetwork|NodePort|LoadBalancer|kind: Ingress|kind: Secret", written) == []
+
+
+def test_the_worker_of_the_head_has_the_environment_of_composes_and_its_secrets_from_a_secret() -> None:
+    head = container(CLUSTER["spec"]["headGroupSpec"])
+    environment = {each["name"]: each["value"] for each in head["env"]}
+    assert environment.pop("RAY_ADDRESS") == "auto"
+    named = SERVICES["worker"]["environment"]
+    secret = {name for name, value in named.items() if "${" in value}
+    assert environment == {name: value for name, value in named.items() if name not in secret}
+    assert head["envFrom"] == [{"secretRef": {"name": "dflash"}}]
+    taken = re.search(r"grep -E '(\S+)' deployments/team.env", (DEPLOYMENTS / "README.md").read_text())
+    assert taken
+    assert {line.rstrip("=") for line in environment_examples() if re.match(taken[1], line)} == secret
+
+
+def test_the_probes_ask_ports_that_ray_is_told_to_open() -> None:
+    head, worker = PODS
+    for pod, port in ((head, 6379), (worker, int(worker["rayStartParams"]["node-manager-port"]))):
+        for probe in ("readinessProbe", "livenessProbe"):
+            assert container(pod)[probe]["tcpSocket"] == {"port": port}
+
+
+def test_a_stop_leaves_a_checkpoint_the_same_time_in_a_pod() -> None:
+    spec = CLUSTER["spec"]["headGroupSpec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == 300
+    assert spec["shareProcessNamespace"] is True
+    assert container(CLUSTER["spec"]["headGroupSpec"])["args"][0].endswith("& exec deployments/worker.sh")
+
+
+def kuberays_command(pod: dict[str, Any], *, head: bool, address: str) -> str:
+    """The `ray start` that KubeRay makes of a group, with less memory and without GPUs."""
+    added = {"dashboard-host": "0.0.0.0"} if head else {"address": address}
+    added |= {"block": "true", "dashboard-agent-listen-port": "52365", "metrics-export-port": "8080", "num-cpus": "4"}
+    values = pod["rayStartParams"] | added | {"object-store-memory": "100000000", "memory": "1000000000"}
+    switches = {"true": "--{0}", "false": ""}  # only these options take the word itself: include-dashboard, log-color
+    words = [
+        switches[value].format(name) if value in switches and name != "include-dashboard" else f"--{name}={value}"
+        for name, value in sorted(values.items())
+    ]
+    return " ".join(["ray", "start", *(["--head"] if head else []), *words])
+
+
+STANDING_WORKER = """#!/bin/sh
+trap 'echo stopped; exit 0' TERM INT
+echo started with RAY_ADDRESS=$RAY_ADDRESS
+while :; do sleep 0.1; done
+"""
+
+NODES_AND_PORTS = """
+import socket, sys
+import ray
+ray.init(logging_level="ERROR")
+print(sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]))
+for port, node in zip(sys.argv[1::2], sys.argv[2::2]):
+    socket.create_connection((node, int(port)), timeout=10).close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(machines_impossible()), reason=machines_impossible() or "possible")
+def test_the_commands_of_the_pods_make_a_cluster_that_answers_the_probes_and_needs_the_token(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "prefect").write_text(STANDING_WORKER)
+    (commands / "prefect").chmod(0o755)
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (
+        tempfile.TemporaryDirectory(prefix="pods") as files,  # a short path, for sockets
+        contextlib.ExitStack() as logs,
+        Machines(count=2, with_ray=False) as machines,
+    ):
+        token = ["RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={'0123456789abcdef' * 4}"]
+        pods = []
+        for index, pod in enumerate(PODS):
+            start = kuberays_command(pod, head=index == 0, address=machines.address)
+            # two pods have no files in common, these machines have
+            start += f" --temp-dir={files}/{index} --node-ip-address={machines.ip(index)}"
+            given = [f"{each['name']}={each['value']}" for each in container(pod)["env"] if "value" in each]
+            said = logs.enter_context((tmp_path / f"pod{index}").open("w"))
+            pods.append(
+                machines.command(
+                    index,
+                    [
+                        "env",
+                        *token,
+                        *given,
+                        f"PATH={path}",
+                        f"KUBERAY_GEN_RAY_START_CMD={start}",
+                        "HOME=" + str(tmp_path),
+                    ]
+                    + container(pod)["command"]
+                    + container(pod)["args"],
+                    cwd=DEPLOYMENTS.parent,
+                    stdout=said,
+                    stderr=said,
+                    stdin=subprocess.DEVNULL,
+                )
+            )
+            until(lambda: "Ray runtime started" in (tmp_path / f"pod{index}").read_text(), seconds=60)  # noqa: B023
+        assert "started with RAY_ADDRESS=auto" in (tmp_path / "pod0").read_text()
+        ports = [
+            word
+            for index, pod in enumerate(PODS)
+            for word in (str(container(pod)["livenessProbe"]["tcpSocket"]["port"]), machines.ip(index))
+        ]
+
+        def nodes(*environment: str) -> tuple[int, str]:
+            asked = machines.command(
+                1,
+                ["env", *environment, f"RAY_ADDRESS={machines.address}", sys.executable, "-c", NODES_AND_PORTS, *ports],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            said, _ = asked.communicate(timeout=60)
+            return asked.returncode, said
+
+        assert nodes(*token) == (0, f"{[machines.ip(0), machines.ip(1)]}\n")
+        code, said = nodes("RAY_AUTH_MODE=disabled")
+        assert code == 1
+        assert "AuthenticationError" in said
+        pods[0].terminate()
+        assert pods[0].wait(timeout=60) == 0
+        assert (tmp_path / "pod0").read_text().splitlines()[-1] == "stopped"
 
 
 # ---------------------------------------------------------------- worker.sh, for real, around a worker of ten lines
