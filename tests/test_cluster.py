@@ -25,6 +25,7 @@ from forks import until
 from machines import Machines, machines_impossible
 from refused import assert_refused
 from tiny import conversations, tiny_target, write_jsonl
+from tiny_flow import config_file, tiny_flow
 
 from dflash import checkpoint, cluster
 from dflash import config as configuration
@@ -553,3 +554,27 @@ def test_a_cluster_without_shared_storage_or_room_is_refused_at_deploy(world, tm
         mount = ["nsenter", "-t", str(raylet), "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "runs")]
         subprocess.run(mount, check=True)
         assert_refused(*check(), f"run.root={tmp_path / 'runs'}", "storage that all machines see")
+
+
+@pytest.mark.slow
+@needs_machines
+def test_the_flow_trains_on_the_cluster_that_ray_address_names(world, tmp_path, mlflow_file):
+    values = tiny_flow(tmp_path / "site", target__devices=["auto"], drafter__device="auto")
+    values["stream"] = {"engine": "ray", "hs_min_ready": 6, "hs_queue_depth": 12, "hs_queue_bytes": 20_000_000}
+    values["cluster"] = {"target_workers": 2, "drafter_workers": 2}
+    config = config_file(tmp_path / "flow.json", values)
+    outside = ("PREFECT_API_URL", "PREFECT_PROFILE")
+    environment = {name: value for name, value in os.environ.items() if name not in outside} | ENVIRONMENT
+    environment |= {"PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    environment |= {"MLFLOW_TRACKING_URI": mlflow_file}
+    with Machines(count=2, cpus=3) as machines:
+        command = [sys.executable, "-m", "flows.train", "--config", config]
+        process = machines.command(
+            0, command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        output, _ = process.communicate(timeout=400)
+        assert process.returncode == FINISHED, output
+        until(lambda: not [found for role in ROLES for found in actors(machines, role)], seconds=60)
+    assert "Ray: 2 machines, all see" in (tmp_path / "site/runs/tiny-0001/trainer.log").read_text()
+    assert read_status(tmp_path / "site/runs/tiny-0001")["state"] == "finished"
+    assert "version 1" in output
