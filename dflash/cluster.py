@@ -27,6 +27,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -43,7 +44,7 @@ import psutil
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import AuthenticationError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
@@ -77,6 +78,7 @@ from dflash.train import (
 POLL_SECONDS = 0.5  # between two looks at a stop request
 PING_SECONDS = 5.0  # between two looks at whether a busy target worker lives; a long forward answers meanwhile
 LAST_LINES_SECONDS = 1.0  # in which Ray passes on what the workers said last
+HEAD_SECONDS = 60.0  # for a head that its supervisor is starting again
 LOOK_SECONDS = 15.0  # in which the loss that another error is a consequence of shows up; a killed process does in one
 STORE_SHARE = 0.5  # of an object store that the queue may fill by default; the rest is what drafters fetch and workers have in hand
 # a local cluster's object store: the queue's bytes, and as much again for what is fetched and in hand
@@ -632,15 +634,20 @@ def connected(config: Config) -> Iterator[None]:
     elif address.startswith("ray://"):
         raise ValueError(
             f"RAY_ADDRESS={address}: the trainer runs on a machine of the cluster, not as a client; start it there with "
-            "RAY_ADDRESS=auto"
+            "RAY_ADDRESS=HEAD:6379"
         )
     else:
         try:
+            _await_head(address, min(HEAD_SECONDS, section.start_seconds))
             ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            first = str(error).strip().partition("\n")[0]
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            said = _first_line(error)
+            if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
+                said = said.partition(". ")[0]
+                remedy = "give this machine the cluster's token (RAY_AUTH_TOKEN or ~/.ray/auth_token)"
+                raise ValueError(f"RAY_ADDRESS={address}: {said}; {remedy}") from error
             raise ValueError(
-                f"RAY_ADDRESS={address}: no cluster answers there ({first}); start one with `ray start`, or unset it"
+                f"RAY_ADDRESS={address}: no cluster answers there ({said}); start one with `ray start`, or unset it"
             ) from error
     for number in STOP_SIGNALS:  # Ray has its own handler of SIGTERM
         signal.signal(number, stop_at_once)
@@ -649,6 +656,27 @@ def connected(config: Config) -> Iterator[None]:
     finally:
         time.sleep(LAST_LINES_SECONDS)
         ray.shutdown()
+
+
+def _await_head(address: str, seconds: float) -> None:
+    """Until HOST:PORT takes connections; OSError after `seconds`. Ray itself would try for minutes, without a word."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # such as "auto", where Ray looks for a cluster of this machine
+        return
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(1.0, until - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(1.0)
+
+
+def _first_line(error: BaseException) -> str:
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said.strip().partition("\n")[0]
 
 
 def target_bundles(config: Config) -> list[dict[str, float]]:
@@ -779,7 +807,7 @@ def check_nodes(config: Config) -> None:
     finally:
         for left in root.glob(f".seen-{token}*"):
             left.unlink(missing_ok=True)
-    log.info("Ray: %d machines, all see %s", len(nodes), root)
+    log.info("Ray: %s %s", "one machine, which sees" if len(nodes) == 1 else f"{len(nodes)} machines, all see", root)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -305,9 +306,20 @@ def refused(arguments: list[str], **environment: str) -> tuple[int, str]:
 def test_a_client_address_is_refused_with_what_to_do(world, tmp_path):
     run_dir = world.run(tmp_path)
     assert_refused(
-        *refused(train_command(run_dir)[1:], RAY_ADDRESS="ray://head:10001"), "ray://head:10001", "RAY_ADDRESS=auto"
+        *refused(train_command(run_dir)[1:], RAY_ADDRESS="ray://head:10001"),
+        "ray://head:10001",
+        "RAY_ADDRESS=HEAD:6379",
     )
     assert read_status(run_dir)["state"] == "refused"
+
+
+def test_a_cluster_that_does_not_answer_and_a_missing_token_are_refused(world, tmp_path):
+    command = train_command(world.run(tmp_path, cluster__start_seconds=2))[1:]
+    assert_refused(*refused(command, RAY_ADDRESS="127.0.0.1:1"), "RAY_ADDRESS=127.0.0.1:1", "ray start")
+    with socket.create_server(("127.0.0.1", 0)) as head:  # Ray asks for the token before it says a word
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        answer = refused(command, RAY_ADDRESS=address, RAY_AUTH_MODE="token", HOME=str(tmp_path))
+        assert_refused(*answer, f"RAY_ADDRESS={address}", "RAY_AUTH_TOKEN")
 
 
 def test_an_installation_without_ray_is_refused_with_what_to_install(world, tmp_path):
