@@ -622,11 +622,10 @@ def connected(config: Config) -> Iterator[None]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         cores = section.target_workers * section.target_cpus + section.drafter_workers * section.drafter_cpus + 1
         store = None if config.stream.hs_queue_bytes is None else LOCAL_STORE_FACTOR * config.stream.hs_queue_bytes
+        slots = max(cores, os.cpu_count() or 1)  # who asks for more workers than cores gets them
         ray.init(
             address="local",
-            num_cpus=max(
-                cores, os.cpu_count() or 1
-            ),  # slots, not cores: who asks for more workers than cores gets them
+            num_cpus=slots,
             object_store_memory=None if store is None else max(store, SMALLEST_STORE),
             include_dashboard=False,
             **quiet,
@@ -666,7 +665,7 @@ def _await_head(address: str, seconds: float) -> None:
     until = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=max(1.0, until - time.monotonic())).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(1.0, until - time.monotonic())).close()
             return
         except OSError:
             if time.monotonic() > until:
