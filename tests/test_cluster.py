@@ -4,6 +4,7 @@ Machines are network namespaces with addresses of their own (machines.py), where
 """
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -539,7 +540,7 @@ def test_what_was_buffered_on_a_machine_that_is_gone_for_good_is_produced_again_
 
 @pytest.mark.slow
 @needs_machines
-def test_a_cluster_without_shared_storage_or_room_is_refused_at_deploy(world, tmp_path):
+def test_a_cluster_without_shared_storage_or_room_or_with_other_packages_is_refused_at_deploy(world, tmp_path):
     settings = tmp_path / "settings.json"
     with Machines(count=2, cpus=2) as machines:
 
@@ -560,11 +561,19 @@ def test_a_cluster_without_shared_storage_or_room_is_refused_at_deploy(world, tm
             *check(stream__hs_queue_bytes=10**9), "stream.hs_queue_bytes=1000000000", "--object-store-memory"
         )
 
-        # a disk of its own over the run directories of the second machine
+        # what only the second machine sees
         (raylet,) = [pid for pid, command in machines.processes(1) if role_in(command) == "raylet"]
-        (tmp_path / "runs").mkdir(exist_ok=True)
-        mount = ["nsenter", "-t", str(raylet), "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "runs")]
-        subprocess.run(mount, check=True)
+        there = ["nsenter", "-t", str(raylet), "-m"]
+        (metadata,) = [
+            file.locate() for file in importlib.metadata.files("safetensors") or () if file.name == "METADATA"
+        ]
+        other, version = tmp_path / "METADATA", importlib.metadata.version("safetensors")
+        other.write_text(Path(metadata).read_text().replace(f"Version: {version}", "Version: 0.0.1"))
+        subprocess.run([*there, "mount", "--bind", str(other), str(metadata)], check=True)
+        assert_refused(*check(), f"has safetensors 0.0.1, this one {version}", "install the same everywhere")
+        subprocess.run([*there, "umount", str(metadata)], check=True)
+        assert check()[0] == FINISHED
+        subprocess.run([*there, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "runs")], check=True)
         assert_refused(*check(), f"run.root={tmp_path / 'runs'}", "storage that all machines see")
 
 
