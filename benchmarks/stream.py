@@ -25,7 +25,8 @@ import torch
 from dflash import config as configuration
 from dflash import run_dir as runs
 from dflash.hs_queue import Sample
-from dflash.setup import Job, samples_of, set_up
+from dflash.job import Job, samples_of
+from dflash.setup import set_up
 from dflash.target import Target
 from dflash.target_workers import LocalTargets
 from dflash.train import Group, groups_to_run, local_producer, make_queue, run_target, take_step, threaded_stream
