@@ -386,6 +386,8 @@ class HereAndNow:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # tests that run in the background of a script have it ignored, and would hand that on
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def reach(self, step: int) -> None:
