@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from forks import until
+from forks import count_rows, until
 from machines import Machines, machines_impossible
 from refused import assert_refused
 from tiny import conversations, tiny_target, write_jsonl
@@ -127,7 +127,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def at_least(run_dir: Path, rows: int, process: subprocess.Popen) -> None:
     """Returns once the run has so many rows."""
-    until(lambda: len(rows_of(run_dir)) >= rows or process.poll() is not None, seconds=180)
+    until(lambda: count_rows(run_dir) >= rows or process.poll() is not None, seconds=180)
     assert process.poll() is None, console(run_dir)
 
 
@@ -135,7 +135,7 @@ def console(run_dir: Path) -> str:
     return (run_dir / "console.log").read_text()[-6000:]
 
 
-def assert_each_sample_once_an_epoch(run_dir: Path, *, epochs: int) -> None:
+def assert_each_sample_once_an_epoch(run_dir: Path, *, epochs: int, per_step: int = PER_STEP) -> None:
     rows, trained = rows_of(run_dir), defaultdict(list)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:
@@ -143,7 +143,7 @@ def assert_each_sample_once_an_epoch(run_dir: Path, *, epochs: int) -> None:
     assert {epoch: sorted(indices) for epoch, indices in trained.items()} == {
         epoch: list(range(SAMPLES)) for epoch in range(epochs)
     }
-    assert len(rows) == epochs * -(-SAMPLES // PER_STEP)
+    assert len(rows) == epochs * -(-SAMPLES // per_step)
 
 
 def assert_same_end(run_dir: Path, other: Path) -> None:
@@ -354,12 +354,8 @@ def test_two_target_workers_and_two_drafter_workers_train_every_sample_once_an_e
     )
     with trainer_here(run_dir) as process:
         assert process.wait(240) == FINISHED, console(run_dir)
-    rows, trained = rows_of(run_dir), defaultdict(list)
-    for row in rows:
-        trained[row["epoch"]] += row["samples"]
-    assert {epoch: sorted(samples) for epoch, samples in trained.items()} == {
-        epoch: list(range(SAMPLES)) for epoch in (0, 1)
-    }
+    assert_each_sample_once_an_epoch(run_dir, epochs=2, per_step=13)
+    rows = rows_of(run_dir)
     assert [len(row["samples"]) for row in rows] == [13, 13, 13, 1] * 2
     assert rows[-1]["hs_in"] == rows[-1]["hs_out"] == 2 * SAMPLES
     loaded = checkpoint.load(checkpoint.directory_of(run_dir, len(rows)))
@@ -407,6 +403,11 @@ def role_of(process: psutil.Process) -> str:
     return role_in(" ".join(words))
 
 
+def kill_role(process: subprocess.Popen, role: str) -> None:
+    """Kills the first worker of a role in the cluster that this driver started."""
+    next(each for each in psutil.Process(process.pid).children(recursive=True) if role_of(each) == role).kill()
+
+
 def role_in(command: str) -> str:
     if command.startswith("ray::"):
         return command.removeprefix("ray::").split(".")[0].split()[0]
@@ -419,11 +420,7 @@ def test_losses_are_bounded_and_the_cause_is_named(world, tmp_path):
     with trainer_here(run_dir) as process:
         for rows in (12, 30):
             at_least(run_dir, rows, process)
-            next(
-                each
-                for each in psutil.Process(process.pid).children(recursive=True)
-                if role_of(each) == "DrafterWorker"
-            ).kill()
+            kill_role(process, "DrafterWorker")
         assert process.wait(90) == FAILED, console(run_dir)
     assert read_status(run_dir)["state"] == "failed"
     assert "drafter worker 0 was lost" in read_status(run_dir)["reason"]
@@ -436,9 +433,7 @@ def test_a_target_worker_that_is_lost_too_often_ends_the_run_with_its_name(world
     with trainer_here(run_dir) as process:
         for rows in (12, 40):
             at_least(run_dir, rows, process)
-            next(
-                each for each in psutil.Process(process.pid).children(recursive=True) if role_of(each) == "TargetWorker"
-            ).kill()
+            kill_role(process, "TargetWorker")
             time.sleep(8)  # so that the second one is another process
         assert process.wait(90) == FAILED, console(run_dir)
     assert "target worker 0 was lost" in read_status(run_dir)["reason"]
@@ -459,6 +454,10 @@ def trainer_on(machines: Machines, run_dir: Path) -> Iterator[subprocess.Popen]:
     finally:
         process.kill()
         process.wait()
+    no_actor_is_left(machines)
+
+
+def no_actor_is_left(machines: Machines) -> None:
     until(lambda: not [found for role in ROLES for found in actors(machines, role)], seconds=60)
 
 
@@ -480,7 +479,7 @@ def test_a_run_over_two_machines_survives_the_loss_of_each_role_in_turn(world, t
         at_least(run_dir, 15, process)
         assert {machine for role in ROLES for machine, _ in actors(machines, role)} == {0, 1}
         for role in ROLES:
-            before = len(rows_of(run_dir))
+            before = count_rows(run_dir)
             _, pid = actors(machines, role)[-1]
             os.kill(pid, signal.SIGKILL)
             until(lambda pid=pid: not Path("/proc", str(pid)).exists())
@@ -503,7 +502,7 @@ def test_a_link_cut_for_20_seconds_is_a_pause(world, tmp_path):
         at_least(run_dir, 15, process)
         assert {machine for machine, _ in actors(machines, "DrafterWorker")} == {0, 1}
         machines.cut(20)
-        after = len(rows_of(run_dir))
+        after = count_rows(run_dir)
         assert after < 100 * 14, "the run was over before the cut"
         assert process.wait(300) == FINISHED, console(run_dir)
         assert len(rows_of(run_dir)) > after
@@ -595,7 +594,7 @@ def test_the_flow_trains_on_the_cluster_that_ray_address_names(world, tmp_path, 
         )
         output, _ = process.communicate(timeout=400)
         assert process.returncode == FINISHED, output
-        until(lambda: not [found for role in ROLES for found in actors(machines, role)], seconds=60)
+        no_actor_is_left(machines)
     assert "Ray: 2 machines, all see" in (tmp_path / "site/runs/tiny-0001/trainer.log").read_text()
     assert read_status(tmp_path / "site/runs/tiny-0001")["state"] == "finished"
     assert "version 1" in output
