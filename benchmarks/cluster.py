@@ -297,8 +297,8 @@ class Overhead:
     samples: int
     sample_bytes: int
     queue: Usage
-    target: Usage
-    drafter: Usage
+    target_ms: float  # of all target workers
+    drafter_ms: float
     rest_ms: float  # raylet, with the object store in it, and Ray's directory
     copy_ms: float  # of one plain copy of a sample in the target worker's process
     stored: float  # times that a sample's bytes are in the object store
@@ -364,14 +364,13 @@ def overhead(
         stored = stored_bytes(cast.targets[0], group) / group
         copy_ms: Any = ray.get(cast.targets[0].copy_ms.remote())
     queue, drafter, *targets = (late - early for late, early in zip(after, before, strict=True))
-    of_targets = Usage(sum(each.cpu_ms for each in targets), targets[0].private_bytes, targets[0].touched_bytes)
     sample_bytes = tokens * BYTES_PER_TOKEN
     return Overhead(
         samples=taken.samples,
         sample_bytes=sample_bytes,
         queue=queue,
-        target=of_targets,
-        drafter=drafter,
+        target_ms=sum(each.cpu_ms for each in targets),
+        drafter_ms=drafter.cpu_ms,
         rest_ms=rest,
         copy_ms=copy_ms,
         stored=stored / sample_bytes,
@@ -382,7 +381,7 @@ def overhead(
 
 
 def print_overhead(row: Overhead, name: str) -> None:
-    each = [row.queue.cpu_ms, row.target.cpu_ms, row.drafter.cpu_ms, row.rest_ms]
+    each = [row.queue.cpu_ms, row.target_ms, row.drafter_ms, row.rest_ms]
     queue, target, drafter, rest = (ms / row.samples for ms in each)
     print(
         f"  {name:17s} {queue:6.2f}  {target:6.2f}  {drafter:7.2f}  {rest:9.2f}  {row.copy_ms:14.2f}   "

@@ -408,7 +408,7 @@ class DrafterWorker:
     def _drawn_from(self, queue: ActorHandle) -> Callable[[int], Iterator[list[Sample]]]:
         def draw_step(n: int) -> Iterator[list[Sample]]:
             for part in itertools.count():
-                records = _of_queue(queue.draw.remote(self._rank, self._job.step, part, n))
+                records = result_of(queue.draw.remote(self._rank, self._job.step, part, n), "the queue")
                 if records is None:
                     return
                 yield self._with_features(records)
@@ -437,7 +437,7 @@ class DrafterWorker:
 
     def _report(self, queue: ActorHandle, samples: Sequence[Sample]) -> dict[str, Any]:
         records = [Record(sample.index, sample.epoch, sample.bucket, 0, None, sample.born) for sample in samples]
-        return _of_queue(queue.report.remote(self._job.step, records))
+        return result_of(queue.report.remote(self._job.step, records), "the queue")
 
 
 def interface_of(address: str) -> str:
@@ -445,15 +445,6 @@ def interface_of(address: str) -> str:
     found = [name for name, has in psutil.net_if_addrs().items() if address in [each.address for each in has]]
     assert found, f"no interface has {address}"
     return found[0]
-
-
-def _of_queue(result: Any) -> Any:
-    try:
-        return ray.get(result)
-    except RayActorError as error:
-        raise Lost(f"the queue was lost: {reason_of(error)}") from error
-    except RayTaskError as error:
-        raise error.cause from None
 
 
 # ---------------------------------------------------------------- the driver
@@ -467,11 +458,7 @@ def train(config: Config, run_dir: Path, stopping: threading.Event) -> int:
             check_data_files(config)
             held.enter_context(connected(config))
             check_nodes(config)
-            # the drafters' first: they belong together, the target workers go wherever there is room
-            drafters_place, targets_place = (
-                reserve(drafter_bundles(config), "PACK", config),
-                reserve(target_bundles(config), "SPREAD", config),
-            )
+            drafters_place, targets_place = reserve(config)
             targets, workers = start_targets(config, targets_place)
         except ValueError as error:
             raise Refused(str(error)) from error
@@ -544,6 +531,16 @@ def train_from_last_checkpoint(
             ray.kill(actor)
 
 
+def result_of(call: Any, name: str) -> Any:
+    """The result of an actor's call. Raises what the call raised, Lost where the actor is gone."""
+    try:
+        return ray.get(call)
+    except RayActorError as error:
+        raise Lost(f"{name} was lost: {reason_of(error)}") from error
+    except RayTaskError as error:
+        raise error.cause from None
+
+
 def results_of(calls: Mapping[Any, str], *, within: float | None = None) -> list[Any]:
     """The results of calls, by reference: the name of the actor that was called.
 
@@ -553,12 +550,7 @@ def results_of(calls: Mapping[Any, str], *, within: float | None = None) -> list
     while pending:
         done, pending = ray.wait(pending, timeout=POLL_SECONDS, fetch_local=False)
         for call in done:
-            try:
-                ray.get(call)
-            except RayActorError as error:
-                raise Lost(f"{calls[call]} was lost: {reason_of(error)}") from error
-            except RayTaskError as error:
-                raise error.cause from None
+            result_of(call, calls[call])
         if pending and within is not None and time.monotonic() - began > within:
             raise NoRoom(
                 f"{calls[pending[0]]} could not be started within {within:g} s (cluster.start_seconds): no machine has room for it"
@@ -640,7 +632,7 @@ def connected(config: Config) -> Iterator[None]:
             _await_head(address, min(HEAD_SECONDS, section.start_seconds))
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError, ValueError, RayError) as error:
-            said = _first_line(error)
+            said = (isinstance(error, OSError) and error.strerror) or str(error).strip().partition("\n")[0]
             if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
                 said = said.partition(". ")[0]
                 remedy = "give this machine the cluster's token (RAY_AUTH_TOKEN or ~/.ray/auth_token)"
@@ -673,11 +665,6 @@ def _await_head(address: str, seconds: float) -> None:
         time.sleep(1.0)
 
 
-def _first_line(error: BaseException) -> str:
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return said.strip().partition("\n")[0]
-
-
 def target_bundles(config: Config) -> list[dict[str, float]]:
     """What each target worker needs of a machine."""
     section = config.cluster
@@ -696,7 +683,14 @@ def _bundle(cpus: int, gpus: float | None) -> dict[str, float]:
     return {"CPU": float(cpus)} | ({"GPU": gpus} if gpus else {})
 
 
-def reserve(bundles: list[dict[str, float]], strategy: str, config: Config) -> PlacementGroup:
+def reserve(config: Config) -> tuple[PlacementGroup, PlacementGroup]:
+    """Room for the queue and the drafter workers, and for the target workers. Raises ValueError where there is none."""
+    # the drafters' first: they belong together, the target workers go wherever there is room
+    drafters = _reserve(drafter_bundles(config), "PACK", config)
+    return drafters, _reserve(target_bundles(config), "SPREAD", config)
+
+
+def _reserve(bundles: list[dict[str, float]], strategy: str, config: Config) -> PlacementGroup:
     """Room for these bundles. Raises ValueError where there is none within cluster.start_seconds."""
     group = placement_group(bundles, strategy=strategy)
     if not group.wait(config.cluster.start_seconds):
@@ -827,8 +821,7 @@ def _check(arguments: list[str] | None) -> int:
         raise ValueError(f"stream.engine={config.stream.engine} needs no cluster; set it to ray")
     with connected(config):
         check_nodes(config)
-        for bundles, strategy in ((drafter_bundles(config), "PACK"), (target_bundles(config), "SPREAD")):
-            reserve(bundles, strategy, config)
+        reserve(config)
         queue_limit(config)
         print(f"the cluster has room for the run, and all of its machines see {config.run.root}", flush=True)
     return FINISHED
